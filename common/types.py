@@ -1,0 +1,170 @@
+"""The domain's plain values, shared by every service. Pure Python and numpy: no jax, no protobuf.
+
+Axes: N nodes of a draft tree (root included), T rows of a step, F features.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this temperature the pick is the argmax."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A tree of likely next tokens; node 0 is the root, the last committed token.
+
+    `tokens` int32 [N], target vocabulary. `parents` int32 [N]: `parents[0] == -1`, else
+    `parents[i] < i`. `scores` float32 [N]: log-probability of the path from the root, 0.0 at the root,
+    never rising along a path and never rising with i, so that every prefix is a tree.
+    """
+
+    tokens: Int32Array
+    parents: Int32Array
+    scores: Float32Array
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @staticmethod
+    def root_only(token: int) -> DraftTree:
+        return DraftTree(
+            tokens=np.array([token], np.int32),
+            parents=np.array([-1], np.int32),
+            scores=np.zeros(1, np.float32),
+        )
+
+    def prefix(self, num_nodes: int) -> DraftTree:
+        """The first `num_nodes` nodes: a tree again, since parents precede children."""
+        return DraftTree(self.tokens[:num_nodes], self.parents[:num_nodes], self.scores[:num_nodes])
+
+    def depths(self) -> Int32Array:
+        """int32 [N]; the root is at depth 0."""
+        depths = np.zeros(self.num_nodes, np.int32)
+        for node in range(1, self.num_nodes):
+            depths[node] = depths[self.parents[node]] + 1
+        return depths
+
+    def within_depth(self, max_depth: int) -> DraftTree:
+        """The nodes no deeper than `max_depth`, in their order, parents renumbered."""
+        keep = np.flatnonzero(self.depths() <= max_depth)
+        renumbered = np.full(self.num_nodes + 1, -1, np.int32)  # the last slot serves parent -1
+        renumbered[keep] = np.arange(keep.size, dtype=np.int32)
+        return DraftTree(self.tokens[keep], renumbered[self.parents[keep]], self.scores[keep])
+
+    def validate(self, vocab_size: int, max_nodes: int) -> None:
+        """Raises ValueError naming the first rule that the tree breaks."""
+        n = self.num_nodes
+        if not 1 <= n <= max_nodes:
+            raise ValueError(f"tree has {n} nodes; it must have 1 to {max_nodes}")
+        if self.parents.shape != (n,) or self.scores.shape != (n,):
+            raise ValueError(
+                f"tree has {n} tokens, {self.parents.size} parents and {self.scores.size} scores;"
+                " the three must be equal in number"
+            )
+        if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
+            raise ValueError(f"tree has a token outside [0, {vocab_size})")
+        if self.parents[0] != -1:
+            raise ValueError(f"tree's node 0 must be the root (parent -1, not {self.parents[0]})")
+        below = self.parents[1:]
+        if (below < 0).any() or (below >= np.arange(1, n)).any():
+            raise ValueError("every parent in a tree must stand before its child")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the target picks at a node. Filters apply in the order top_k, top_p, min_p."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64 bits, unsigned; noise key
+    ignore_eos: bool = False  # the walk does not stop at stop tokens
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def validate(self) -> None:
+        """Raises ValueError that starts with the field's name and shows value and limit."""
+        if not (0.0 <= self.temperature <= 100.0):  # also refuses NaN
+            raise ValueError(f"temperature: {self.temperature} is outside [0, 100]")
+        if self.top_k < 0:
+            raise ValueError(f"top_k: {self.top_k} is negative; 0 switches it off")
+        if not (0.0 < self.top_p <= 1.0):
+            raise ValueError(f"top_p: {self.top_p} is outside (0, 1]")
+        if not (0.0 <= self.min_p <= 1.0):
+            raise ValueError(f"min_p: {self.min_p} is outside [0, 1]")
+        if not (0 <= self.seed < 2**64):
+            raise ValueError(f"seed: {self.seed} is outside [0, 2**64)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeShape:
+    """What a draft may grow. `max_nodes` counts the root; 1 means no speculation."""
+
+    max_depth: int = 6
+    top_k: int = 8
+    max_nodes: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceState:
+    """What a service believes of a sequence; sent with every acknowledgement and error."""
+
+    epoch: int = 0
+    next_round: int = 0  # the first round not yet performed
+    committed_len: int = 0  # tokens
+    kv_len: int = 0  # tokens with a final KV row
+
+
+class ErrorCode(enum.IntEnum):
+    """Why one sequence's command failed. Values equal `canopy.v1.SequenceErrorCode`."""
+
+    INVALID = 1  # malformed command: bad tree, token, length
+    UNKNOWN_SEQUENCE = 2  # never opened, expired or lost with a restart: open again
+    CLOSED = 3  # closed before; the id is a tombstone
+    STALE_EPOCH = 4  # the frame belongs to an earlier life of the link
+    WRONG_ROUND = 5  # older or future round, or lengths that do not fit
+    NEVER_FITS = 6  # more pages than the pool has
+    OVERLOADED = 7  # the waiting queue is full
+    NOT_SERVING = 8  # draining
+    INTERNAL = 9
+    UNIMPLEMENTED = 10
+
+
+class SequenceFailure(Exception):
+    """One sequence's command failed; becomes an error entry in a frame, never a status."""
+
+    def __init__(
+        self, code: ErrorCode, message: str, state: SequenceState | None = None, round_: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.state = state or SequenceState()
+        self.round = round_
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRows:
+    """Aux features of consecutive positions of one sequence, on the host.
+
+    `rows` [num_rows, F] in the agreed dtype (float32 or bfloat16). Row i is position `position + i`:
+    the target's residual stream entering the captured layers when it read the token at that position.
+    """
+
+    sequence_id: bytes
+    epoch: int
+    position: int
+    rows: npt.NDArray[np.generic] = field(repr=False)
