@@ -58,18 +58,15 @@ class TensorEntry:
 
     def read(self) -> HostArray:
         """The tensor, row-major, in its stored dtype. Raises CheckpointError."""
-        buffer = np.empty(self.size_bytes, np.uint8)
         try:
-            with self.file.open("rb") as stream:
-                stream.seek(self.offset)
-                got = stream.readinto(memoryview(buffer))
+            buffer = np.fromfile(self.file, np.uint8, self.size_bytes, offset=self.offset)
         except OSError as error:
             raise CheckpointError(
                 f"{self.file}: cannot be read ({error}); {FETCH_AGAIN}"
             ) from error
-        if got != self.size_bytes:
+        if buffer.size != self.size_bytes:
             raise CheckpointError(
-                f"{self.file}: tensor {self.name} is truncated ({got} of {self.size_bytes} bytes);"
+                f"{self.file}: tensor {self.name} is truncated ({buffer.size} of {self.size_bytes} bytes);"
                 f" {FETCH_AGAIN}"
             )
         flat = buffer.view(self.dtype)

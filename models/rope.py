@@ -108,14 +108,14 @@ def read_rope(config: Mapping[str, Any], where: str) -> RopeConfig:
     )
     if original is None and kind == "yarn":  # transformers' rule for files without it
         original = config.get("max_position_embeddings")
-    if original is None:
-        _number({}, "original_max_position_embeddings", kind, where)
+    fields["original_max_position_embeddings"] = original
+    original_positions = int(_number(fields, "original_max_position_embeddings", kind, where))
     if kind == "llama3":
         return RopeConfig(
             theta=theta,
             kind=kind,
             factor=factor,
-            original_positions=int(original),
+            original_positions=original_positions,
             low_freq_factor=_number(fields, "low_freq_factor", kind, where),
             high_freq_factor=_number(fields, "high_freq_factor", kind, where),
         )
@@ -123,7 +123,7 @@ def read_rope(config: Mapping[str, Any], where: str) -> RopeConfig:
         theta=theta,
         kind=kind,
         factor=factor,
-        original_positions=int(original),
+        original_positions=original_positions,
         beta_fast=float(fields.get("beta_fast") or 32.0),
         beta_slow=float(fields.get("beta_slow") or 1.0),
         attention_factor=_yarn_attention_factor(fields, factor),

@@ -39,7 +39,7 @@ def target_forward(
       hidden [T, Ht] after the final norm; block_kv [L, T, num_kv_heads, 2*head_dim];
       features [T, F], the captured boundaries side by side. All in config.dtype.
     """
-    result = Decoder(config).apply({"params": params}, tokens, positions, attend)
+    result: Any = Decoder(config).apply({"params": params}, tokens, positions, attend)
     hidden, block_kv, features = result
     return hidden, block_kv, features
 
@@ -61,9 +61,9 @@ def parameter_shapes(config: TargetConfig) -> dict[tuple[str, ...], tuple[int, .
     def keep_q(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
         return q
 
-    row = jax.ShapeDtypeStruct((1,), jnp.int32)
-    variables = jax.eval_shape(
-        lambda key, ids: Decoder(config).init(key, ids, ids, keep_q), jax.random.key(0), row
+    row = jnp.zeros(1, jnp.int32)
+    variables: Any = jax.eval_shape(
+        lambda key: Decoder(config).init(key, row, row, keep_q), jax.random.key(0)
     )
     return {path: tuple(leaf.shape) for path, leaf in flatten(variables["params"])}
 
@@ -143,7 +143,7 @@ def _read_leaf(
     host = stored.astype(config.dtype, copy=False)
     if is_kernel:
         host = np.ascontiguousarray(host.T)
-    return jax.block_until_ready(jnp.asarray(host))
+    return jnp.asarray(host).block_until_ready()
 
 
 def _redundant(config: TargetConfig, checkpoint: Checkpoint) -> list[str]:
