@@ -66,8 +66,8 @@ class TensorEntry:
             ) from error
         if buffer.size != self.size_bytes:
             raise CheckpointError(
-                f"{self.file}: tensor {self.name} is truncated ({buffer.size} of {self.size_bytes} bytes);"
-                f" {FETCH_AGAIN}"
+                f"{self.file}: tensor {self.name} is truncated ({buffer.size} of"
+                f" {self.size_bytes} bytes); {FETCH_AGAIN}"
             )
         flat = buffer.view(self.dtype)
         if self.strides is None:
