@@ -1,4 +1,4 @@
-"""Tensors by name from safetensors files, single or sharded, read by byte range.
+"""Tensors by name from safetensors (or pickled) files, single or sharded, by byte range.
 
 Only headers are read when a checkpoint is opened; each tensor is read when asked for, into one
 buffer of its own size, so that host memory never holds more than the largest tensor beside what was
@@ -24,6 +24,7 @@ HostArray = npt.NDArray[Any]
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+PICKLED_FILE = "pytorch_model.bin"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 FETCH_AGAIN = "download the model again or point to a complete directory"
 
@@ -193,7 +194,7 @@ def _safetensors_entry(
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """The weights of a model directory: sharded with an index, or a single file.
+    """The weights of a model directory: sharded with an index, a single file, or pytorch_model.bin.
 
     Raises:
       CheckpointError: no weights, a shard missing, a file truncated, an index that does not fit.
@@ -207,6 +208,11 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     found = sorted(directory.glob("*.safetensors"))
     if len(found) == 1:
         return Checkpoint(directory, open_safetensors(found[0]))
+    if (directory / PICKLED_FILE).exists():
+        # Imported here, as that module builds on this one.
+        from models.pickled import open_pickled
+
+        return Checkpoint(directory, open_pickled(directory / PICKLED_FILE))
     what = (
         f"{len(found)} safetensors files without {INDEX_FILE}"
         if found
