@@ -1,8 +1,8 @@
 """Tensors of a `pytorch_model.bin`, found without torch and without running anything in the file.
 
-Such a file is a zip archive, stored uncompressed: `data.pkl` describes the tensors, `data/<key>` holds
-the bytes of each storage. The pickle is read by an interpreter that knows only the handful of names
-which build tensors; any other name is refused before anything is called.
+Such a file is a zip archive, stored uncompressed: `data.pkl` describes the tensors, `data/<key>`
+holds the bytes of each storage. The pickle is read by an interpreter that knows only the handful of
+names which build tensors; any other name is refused before anything is called.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _entry(
     name: str,
     value: Any,
 ) -> TensorEntry:
-    """Where the tensor's bytes lie in the file: its storage's member, from the tensor's offset on."""
+    """Where the tensor's bytes lie: in its storage's member, from the tensor's offset on."""
     if not isinstance(value, _Tensor):
         raise CheckpointError(f"{path}: {name} is {type(value).__name__}, not a tensor; {CONVERT}")
     info = members.get(f"{root}data/{value.storage.key}")

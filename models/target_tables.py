@@ -1,6 +1,7 @@
-"""What a head needs of its target: sizes, the embedding, sometimes the lm_head; nothing else is read.
+"""What a head needs of its target: sizes, the embedding, sometimes the lm_head.
 
-The place is the target's own directory or a bundle (models/eagle3/bundle.py), which carries just these.
+Nothing else is read. The place is the target's own directory or a bundle (models/eagle3/bundle.py), which carries just
+these.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class TargetFacts:
 
 
 def target_root(directory: Path) -> Path:
-    """Where the target's files lie: the directory itself, or the part of a bundle that holds them."""
+    """Where the target's files lie: the directory itself, or its part of a bundle."""
     return directory / BUNDLED_TARGET if (directory / BUNDLE_FILE).exists() else directory
 
 
@@ -79,6 +80,6 @@ def _first_present(checkpoint: Checkpoint, names: tuple[str, ...]) -> str:
         if name in checkpoint:
             return name
     raise CheckpointError(
-        f"{checkpoint.where}: has no tensor {names[0]}; point to the target's own directory, or to a"
-        " bundle made for this head"
+        f"{checkpoint.where}: has no tensor {names[0]}; point to the target's own directory, or to"
+        " a bundle made for this head"
     )

@@ -1,4 +1,4 @@
-"""A head's normalised description: one form for every published layout, and where each choice is from.
+"""A head's normalised description: one form for every layout, and where each choice is from.
 
 Sizes: H hidden size of the head, Ht of the target, k captured states, K draft vocabulary, V target
 vocabulary.
@@ -47,7 +47,7 @@ class AuxReading(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Why a field has its value. `assumed`: nothing in the files says so; check when acceptance is low."""
+    """Why a field has its value. `assumed`: the files do not say; check when acceptance is low."""
 
     field: str
     value: str
@@ -69,9 +69,9 @@ class HeadOverrides:
 class HeadConfig:
     """An EAGLE-3 head. Hashable, so that it may be a static argument of jit.
 
-    `boundaries` ascend; empty for FeatureKind.LAST, and in a description made without a target where the
-    files leave them open. `embedding_layers[i]`: layer i is fed [embedding, hidden] (2H) and not hidden
-    alone. `windows[i]`: tokens layer i sees back, itself included; None: all.
+    `boundaries` ascend; empty for FeatureKind.LAST, and in a description made without a target
+    where the files leave them open. `embedding_layers[i]`: layer i is fed [embedding, hidden] (2H)
+    and not hidden alone. `windows[i]`: tokens layer i sees back, itself included; None: all.
     """
 
     layout: str

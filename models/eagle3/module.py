@@ -2,11 +2,11 @@
 
 Layer i computes, with e the token's embedding and u the state it is paired with:
 
-    a = attention([embed_norm(e), hidden_norm(u)])     or attention(hidden_norm(u)) without embedding
-    r = u + a                                          (norm_before_residual: hidden_norm(u) + a)
+    a = attention([embed_norm(e), hidden_norm(u)])     without embedding: attention(hidden_norm(u))
+    r = u + a                                          norm_before_residual: hidden_norm(u) + a
     u' = r + mlp(mlp_norm(r))
 
-The last u' is the next step's u (norm_output: its final norm), and lm_head(final_norm(u')) the logits.
+The last u' is the next step's u (norm_output: its final norm); the logits are lm_head(final_norm(u')).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Fuse(nn.Module):
 
 
 class Head(nn.Module):
-    """The head's parameters but for the two tables; `fuse`, `forward` and `final_norm` by method."""
+    """The head's parameters but for the two tables; `fuse`, `forward`, `normed` by method."""
 
     config: HeadConfig
 
@@ -139,7 +139,8 @@ def head_forward(
       embed: [T, H] of token t+1 of each pair.
       u: [T, H]: fused features of token t, or on drafted rows the parent's `out`.
       positions: int32 [T], t.
-      attend: as in `target_forward`; it applies `config.attention_scale` and `config.windows[layer]`.
+      attend: as in `target_forward`; it applies `config.attention_scale` and
+      `config.windows[layer]`.
 
     Returns:
       out [T, H], the next step's u, and block_kv [L, T, kv_heads, 2*head_dim].
