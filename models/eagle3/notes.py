@@ -61,6 +61,6 @@ class Notes:
         given, source = self.fields.find(*names)
         if given is not None and int(given) != value:
             self.refuse(
-                f"{source} is {given}, but the tensors have {field} {value}; config.json and
-                weights" f" do not belong together: {FETCH_AGAIN}"
+                f"{source} is {given}, but the tensors have {field} {value}; config.json and"
+                f" weights do not belong together: {FETCH_AGAIN}"
             )

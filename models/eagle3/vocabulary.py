@@ -83,8 +83,8 @@ def _check_against_mask(
     if mask.shape != (target_vocab_size,):
         raise CheckpointError(
             f"{t2d.file}: tensor {t2d.name} has shape {list(mask.shape)}, wanted is"
-            f" [{target_vocab_size}], the target's vocabulary; this head was made for another
-            target"
+            f" [{target_vocab_size}], the target's vocabulary; this head was made for"
+            " another target"
         )
     if not np.array_equal(np.flatnonzero(mask), targets):
         raise CheckpointError(
