@@ -1,12 +1,12 @@
 """Which sequences a service holds, who owns them, and what fences off frames of an earlier life.
 
-The same for draft and verify. Streams come and go; a sequence whose stream went is kept for the grace
-time, for an Attach, then freed. A closed id leaves a tombstone for as long, so that a late frame
-cannot bring it back. Pure Python; the clock is an argument.
+The same for draft and verify. Streams come and go; a sequence whose stream went is kept for the
+grace time, for an Attach, then freed. A closed id leaves a tombstone for as long, so that a late
+frame cannot bring it back. Pure Python; the clock is an argument.
 
-Epochs, per sequence: a command that takes over (Open, Attach, Rollback) is performed under a greater
-epoch, answered with the present state under an equal one, refused under a smaller one. Every other
-command must carry exactly the sequence's epoch, on the stream that owns it.
+Epochs, per sequence: a command that takes over (Open, Attach, Rollback) is performed under a
+greater epoch, answered with the present state under an equal one, refused under a smaller one.
+Every other command must carry exactly the sequence's epoch, on the stream that owns it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Generic, Protocol, TypeVar
 from common.types import ErrorCode, SequenceFailure, SequenceState
 
 MAX_TOMBSTONES = 65536
-"""Beyond these the oldest tombstone goes before its time: a flood of closes must not cost memory."""
+"""Beyond these the oldest tombstone goes before its time: a flood of closes must not cost
+memory.
+"""
 
 
 class Fenced(Protocol):
@@ -90,7 +92,9 @@ class Registry(Generic[SequenceT]):
         return self._arrivals
 
     def forget(self, sequence: SequenceT) -> None:
-        """Removes the sequence; what it holds is freed now, or when the step that holds it retires."""
+        """Removes the sequence; what it holds is freed now, or when the step that holds it
+        retires.
+        """
         self._sequences.pop(sequence.sequence_id, None)
         sequence.closed = True
         if not sequence.in_flight:

@@ -1,7 +1,7 @@
 """What the draft machine says, as plain frozen values. `codec.py` puts them on the wire.
 
-Every event names the stream it goes to: trees and evictions to the owner of the sequence, errors and
-answers to whoever asked.
+Every event names the stream it goes to: trees and evictions to the owner of the sequence, errors
+and answers to whoever asked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What the draft machine may hold and plan. Read once at start; every refusal names one of these."""
+"""What the draft machine may hold and plan. Read once at start; every refusal names one of
+these.
+"""
 
 from __future__ import annotations
 

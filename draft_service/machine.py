@@ -5,10 +5,10 @@ argument. Between them stand steps: `plan` says what the device should run next,
 what came of it. The machine never blocks, never raises for what a router sent, and knows neither
 protobuf nor jax. One thread at a time.
 
-Rounds: each Extend names the round whose tree it wants; rounds may be left out but never go back. Asked
-again, the stored tree is returned. An Extend that comes before the former's tree is grown supersedes
-it: its tokens are added, the former tree is not sent. A sequence whose features are missing waits and
-holds up nobody.
+Rounds: each Extend names the round whose tree it wants; rounds may be left out but never go back.
+Asked again, the stored tree is returned. An Extend that comes before the former's tree is grown
+supersedes it: its tokens are added, the former tree is not sent. A sequence whose features are
+missing waits and holds up nobody.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ class DraftMachine:
     def receive(self, block: FeatureRows, now: float) -> list[Event]:
         """Keeps a block's rows for their turn.
 
-        Rows of an unknown sequence or another epoch are ignored and counted: senders send again from
-        the `kv_len` of the state that answers Open, Attach and Rollback.
+        Rows of an unknown sequence or another epoch are ignored and counted: senders send again
+        from the `kv_len` of the state that answers Open, Attach and Rollback.
         """
         sequence = self._registry.get(block.sequence_id)
         num_rows = int(block.rows.shape[0])

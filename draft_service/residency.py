@@ -1,7 +1,7 @@
 """Who holds pages of the head's KV, and who is put out when they run short.
 
-Draft state is a cache, so whoever is put out is gone: the router decodes on with root-only rounds and may
-open the sequence again. Victims, in this order: those whose stream is gone, the idle, least
+Draft state is a cache, so whoever is put out is gone: the router decodes on with root-only rounds
+and may open the sequence again. Victims, in this order: those whose stream is gone, the idle, least
 recently used first; then those that wait for a tree but came after the one that asks, youngest
 first. So the oldest always goes on. A sequence in a launched step is never touched.
 """
@@ -33,8 +33,8 @@ class Residency:
     ) -> list[DraftSequence] | None:
         """Reserves pages up to `num_pairs` KV rows.
 
-        Returns whom of `others` must be forgotten first; `[]` when the pages are the sequence's now.
-        None: not even that would make room.
+        Returns whom of `others` must be forgotten first; `[]` when the pages are the sequence's
+        now. None: not even that would make room.
         """
         missing = self._limits.pages_for(num_pairs) - len(sequence.pages)
         if missing > self._pool.num_available:

@@ -1,7 +1,7 @@
 """One sequence as the draft machine knows it: tokens, feature rows, rounds, and what it holds.
 
-`kv_len` here is physical: pairs in the head's pages. Pair t = (token t+1, feature t) is fed at place
-t - features_from, so that a sequence whose old features never came starts at place 0. (Rotary
+`kv_len` here is physical: pairs in the head's pages. Pair t = (token t+1, feature t) is fed at
+place t - features_from, so that a sequence whose old features never came starts at place 0. (Rotary
 positions are relative: numbering from anywhere is right if the whole sequence agrees.)
 """
 

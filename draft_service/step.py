@@ -28,9 +28,9 @@ class SequenceWork:
     """One sequence's part of a step.
 
     `tokens` int32 [n], n ≥ 1: the later token of each pair, target vocabulary. `features` [n, F].
-    `kv_len`: pairs in pages before these; pair i goes to KV place kv_len + i. `page_ids` int32: page j
-    holds places [j·page_size, (j+1)·page_size), reserved for kv_len + n. If it drafts, the root of the
-    tree is the last of `tokens`.
+    `kv_len`: pairs in pages before these; pair i goes to KV place kv_len + i. `page_ids` int32:
+    page j holds places [j·page_size, (j+1)·page_size), reserved for kv_len + n. If it drafts, the
+    root of the tree is the last of `tokens`.
     """
 
     sequence_id: bytes
@@ -65,7 +65,8 @@ class SequenceWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutcome:
-    """What a step gave one sequence: its tree, of the engine's full shape; None where it only extended.
+    """What a step gave one sequence: its tree, of the engine's full shape; None where it only
+    extended.
 
     All pairs of the work are in pages now.
     """
@@ -80,8 +81,8 @@ class DraftEngine(Protocol):
         """One step over all `works`; outcomes in the same order.
 
         Commits the K/V of the works' pairs into their pages and nothing else: what the head sees of
-        tree nodes never enters the pages. Raises ValueError, before anything runs, if the works exceed
-        the engine's largest bucket or if some draft and some do not.
+        tree nodes never enters the pages. Raises ValueError, before anything runs, if the works
+        exceed the engine's largest bucket or if some draft and some do not.
         """
         ...
 

@@ -1,8 +1,8 @@
 """From sequences with features and wishes, a step; from its outcome, trees.
 
-A step either drafts for all its sequences or only extends. Drafting goes first; between two drafting
-steps there is one that extends, if any has rows to feed, so that a long prompt enters while others
-draft and neither starves. A sequence is in at most one launched step.
+A step either drafts for all its sequences or only extends. Drafting goes first; between two
+drafting steps there is one that extends, if any has rows to feed, so that a long prompt enters
+while others draft and neither starves. A sequence is in at most one launched step.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class Stepper:
     # -- which
 
     def _answer_without_step(self, now: float, events: list[Event]) -> None:
-        """The root alone: where no more was asked for, or nothing can be known of what follows it."""
+        """The root alone: where no more was asked for, or nothing can be known of what follows
+        it.
+        """
         for sequence in self._registry:
             wish = sequence.pending
             if wish is None or sequence.in_flight:
@@ -143,7 +145,7 @@ class Stepper:
     def _draft(
         self, ready: list[DraftSequence], now: float, events: list[Event]
     ) -> list[SequenceWork]:
-        works = []
+        works: list[SequenceWork] = []
         for sequence in ready:
             if len(works) == self._limits.max_step_sequences:
                 break
@@ -186,9 +188,7 @@ class Stepper:
 
     def _evict(self, sequence: DraftSequence, events: list[Event]) -> None:
         events.append(
-            Evicted(
-                stream=sequence.stream, sequence_id=sequence.sequence_id, epoch=sequence.epoch
-            )  # fmt: skip
+            Evicted(stream=sequence.stream, sequence_id=sequence.sequence_id, epoch=sequence.epoch)
         )
         self._registry.forget(sequence)
 
@@ -266,7 +266,9 @@ def cut_to(tree: DraftTree, shape: TreeShape) -> DraftTree:
 
 
 def _within_top_k(tree: DraftTree, top_k: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Indices of the nodes that are, like all their ancestors, among their parent's best `top_k`."""
+    """Indices of the nodes that are, like all their ancestors, among their parent's best
+    `top_k`.
+    """
     kept = np.zeros(tree.num_nodes, bool)
     kept[0] = True
     children = np.zeros(tree.num_nodes, np.int64)
