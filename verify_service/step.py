@@ -1,7 +1,8 @@
 """What one verify step takes and gives: plain values between the state machine and the device.
 
 The machine plans a list of `SequenceWork`, an engine turns it into as many `SequenceOutcome`s, in
-the same order. Nothing here knows jax or protobuf. Axes: n rows of one sequence's block, F features.
+the same order. Nothing here knows jax or protobuf. Axes: n rows of one sequence's block, F
+features.
 
 A block is `num_causal` rows in a causal chain (prefill rows; if the sequence samples, the last of
 them is the root), then the tree's other nodes, each below an earlier row of the block.
@@ -23,10 +24,11 @@ from common.types import Float32Array, Int32Array, SamplingParams
 class SequenceWork:
     """One sequence's block in a step.
 
-    `tokens` int32 [n]; `parents` int32 [n], block-relative: -1 for the first row, the row before for
-    causal rows, and for a tree node a row in [num_causal - 1, its own). `kv_len` is the number of tokens
-    whose K/V are in pages, which is the first row's position. `page_ids` int32 [pages]: page i holds
-    positions [i·page_size, (i+1)·page_size); reserved for prefix + num_causal + deepest path.
+    `tokens` int32 [n]; `parents` int32 [n], block-relative: -1 for the first row, the row before
+    for causal rows, and for a tree node a row in [num_causal - 1, its own). `kv_len` is the number
+    of tokens whose K/V are in pages, which is the first row's position. `page_ids` int32 [pages]:
+    page i holds positions [i·page_size, (i+1)·page_size); reserved for prefix + num_causal +
+    deepest path.
     """
 
     slot: int  # 0..max_sequences-1; no two works of a step share one
@@ -93,11 +95,12 @@ class SequenceWork:
 class SequenceOutcome:
     """What a step gave one sequence, on the host.
 
-    `tokens` int32 [num_emitted]: the accepted path, then the bonus token; empty if the block did not
-    sample. The walk stops at a stop token, which then is the last one. `margins` float32 [num_emitted].
-    `logprobs` float32 [num_emitted], unfiltered, temperature 1. `accepted_nodes` int32
-    [num_accepted], tree-relative: 1 is the first node below the root. `features` [num_committed, F] for
-    positions from `kv_len`: the causal rows and the accepted nodes; None if not wanted.
+    `tokens` int32 [num_emitted]: the accepted path, then the bonus token; empty if the block did
+    not sample. The walk stops at a stop token, which then is the last one. `margins` float32
+    [num_emitted]. `logprobs` float32 [num_emitted], unfiltered, temperature 1. `accepted_nodes`
+    int32 [num_accepted], tree-relative: 1 is the first node below the root. `features`
+    [num_committed, F] for positions from `kv_len`: the causal rows and the accepted nodes; None if
+    not wanted.
     """
 
     tokens: Int32Array
