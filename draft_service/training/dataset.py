@@ -124,12 +124,16 @@ class BatchPlan:
 
 
 def plan_batches(
-    samples: Sequence[Sample], indices: Int32Array, recipe: DataRecipe, seed: int
+    samples: Sequence[Sample],
+    indices: Int32Array,
+    recipe: DataRecipe,
+    seed: int,
+    rows_multiple: int = 1,
 ) -> list[BatchPlan]:
     """All of `indices` once, in batches of one (prompt, response) bucket, in random order by `seed`.
 
     Batches of a bucket have the same padded shape, so the number of compiled programs is the
-    number of buckets.
+    number of buckets. `rows_multiple`: padded rows divide evenly over that many devices.
     """
     rng = np.random.default_rng(seed)
     buckets: dict[tuple[int, int], list[int]] = {}
@@ -138,7 +142,7 @@ def plan_batches(
         buckets.setdefault(_bucket(sample, recipe), []).append(int(index))
     plans = []
     for (prompt, response), members in sorted(buckets.items()):
-        rows = max(1, recipe.batch_tokens // response)
+        rows = _round_up(max(1, recipe.batch_tokens // response), rows_multiple)
         plans += [
             BatchPlan(tuple(members[start : start + rows]), rows, prompt, response)
             for start in range(0, len(members), rows)

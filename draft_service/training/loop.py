@@ -18,7 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from draft_service.training.dataset import BatchPlan, Sample, plan_batches
 from draft_service.training.features import FeatureCache
@@ -26,6 +28,10 @@ from draft_service.training.loss import Batch, Frozen, StepMetrics, batch_loss, 
 from draft_service.training.network import HeadShape, Params
 from draft_service.training.recipe import OptimiserRecipe, Recipe
 
+DEVICES = "devices"
+"""The mesh axis that a batch's sequences are split over; on the CPU, one device per core."""
+
+Indices = npt.NDArray[np.int32]
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -75,17 +81,16 @@ class Trainer:
         params: Params,
         samples: list[Sample],
         cache: FeatureCache,
-        training: np.ndarray[Any, np.dtype[np.int32]],
-        validation: np.ndarray[Any, np.dtype[np.int32]],
+        training: Indices,
+        validation: Indices,
     ) -> None:
         self.recipe, self.shape, self.frozen = recipe, shape, frozen
         self.samples, self.cache = samples, cache
         self.training, self.validation = training, validation
         optimiser = make_optimiser(recipe.optimiser)
         self.state = TrainState(params, optimiser.init(params))
-        self._step = jax.jit(
-            partial(_train_step, shape, optimiser, recipe.optimiser), donate_argnums=(0, 1)
-        )
+        self.mesh = jax.make_mesh((jax.device_count(),), (DEVICES,))
+        self._step = _compile_step(shape, optimiser, recipe.optimiser, self.mesh)
         self._hits = jax.jit(partial(chain_hits, shape, num_steps=recipe.validation_steps))
 
     @property
@@ -145,6 +150,7 @@ class Trainer:
     def _one_step(self, plan: BatchPlan) -> StepMetrics:
         started = time.monotonic()
         batch = self.cache.batch(plan, self.recipe.optimiser.num_test_steps)
+        batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(DEVICES)))
         state = self.state
         rate = learning_rate(self.recipe.optimiser, state.step, state.seconds)
         state.params, state.optimiser, metrics = self._step(
@@ -160,10 +166,15 @@ class Trainer:
         epoch = 0
         while True:
             seed = self.recipe.optimiser.seed + epoch
-            plans = plan_batches(self.samples, self.training, self.recipe.data, seed)
+            plans = self._plan_batches(self.training, seed)
             yield from plans[step:]
             step = max(0, step - len(plans))
             epoch += 1
+
+    def _plan_batches(self, indices: Indices, seed: int) -> list[BatchPlan]:
+        return plan_batches(
+            self.samples, indices, self.recipe.data, seed, rows_multiple=self.mesh.size
+        )
 
     def _progress_report(self, window: list[StepMetrics]) -> dict[str, Any]:
         total = jax.tree.map(lambda *values: np.sum(values, axis=0), *window)
@@ -183,7 +194,7 @@ class Trainer:
 
     def validate(self) -> dict[str, Any]:
         """Held-out greedy chains: acceptance length and accuracy per step, by the responses' temperature."""
-        plans = plan_batches(self.samples, self.validation, self.recipe.data, seed=0)
+        plans = self._plan_batches(self.validation, seed=0)
         groups: dict[str, list[tuple[Any, Any]]] = {}
         for plan in plans:
             batch: Batch = self.cache.batch(plan, self.recipe.validation_steps)
@@ -225,23 +236,40 @@ def summarise_chains(sequences: list[tuple[Any, Any]]) -> dict[str, Any]:
     }
 
 
-def _train_step(
-    shape: HeadShape,
-    optimiser: optax.GradientTransformation,
-    recipe: OptimiserRecipe,
-    params: Params,
-    opt_state: Any,
-    frozen: Frozen,
-    batch: Batch,
-    rate: jax.Array,
-) -> tuple[Params, Any, StepMetrics]:
+def _compile_step(
+    shape: HeadShape, optimiser: optax.GradientTransformation, recipe: OptimiserRecipe, mesh: Mesh
+) -> Callable[..., tuple[Params, Any, StepMetrics]]:
+    """(params, optimiser state, frozen, batch, rate) → new ones; the first two are donated."""
     loss = partial(
-        batch_loss, shape, num_steps=recipe.num_test_steps, step_decay=recipe.step_decay
+        batch_loss,
+        shape,
+        num_steps=recipe.num_test_steps,
+        step_decay=recipe.step_decay,
+        axis=DEVICES,
     )
-    gradients, metrics = jax.grad(loss, has_aux=True)(params, frozen, batch)
-    updates, opt_state = optimiser.update(gradients, opt_state, params)
-    params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-    return params, opt_state, metrics
+
+    def gradients(params: Params, frozen: Frozen, batch: Batch) -> tuple[Params, StepMetrics]:
+        own: tuple[Params, StepMetrics] = jax.grad(loss, has_aux=True)(params, frozen, batch)
+        summed: tuple[Params, StepMetrics] = jax.lax.psum(own, DEVICES)
+        return summed
+
+    split = jax.shard_map(
+        gradients,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(DEVICES)),
+        out_specs=PartitionSpec(),
+        check_vma=False,  # custom gradients inside carry no replication types
+    )
+
+    def step(
+        params: Params, opt_state: Any, frozen: Frozen, batch: Batch, rate: jax.Array
+    ) -> tuple[Params, Any, StepMetrics]:
+        grads, metrics = split(params, frozen, batch)
+        updates, opt_state = optimiser.update(grads, opt_state, params)
+        params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+        return params, opt_state, metrics
+
+    return jax.jit(step, donate_argnums=(0, 1))
 
 
 def write_log(path: Path) -> Report:

@@ -53,8 +53,12 @@ def batch_loss(
     *,
     num_steps: int,
     step_decay: float,
+    axis: str | None = None,
 ) -> tuple[jax.Array, StepMetrics]:
-    """Scalar float32 loss and the steps' metrics."""
+    """Scalar float32 loss and the steps' metrics.
+
+    Under `shard_map` over `axis` a device's loss is its share of the whole batch's: shares add up.
+    """
     prompt_columns, rows = _geometry(batch, num_steps)
     cross_entropy = make_cross_entropy(shape.matmul_dtype)
     taught = batch.teacher_hidden.astype(jnp.float32)
@@ -64,7 +68,8 @@ def batch_loss(
         states = rms_norm(out, params["norm"], shape.norm_eps)
         labels, in_response = _labels(frozen, batch, prompt_columns, rows, step)
         counted = (in_response & (labels >= 0)).astype(jnp.float32)
-        count = jnp.sum(counted)
+        own = jnp.sum(counted)
+        count = own if axis is None else jax.lax.psum(own, axis)
         mean, hits = cross_entropy(
             states.reshape(-1, states.shape[-1]),
             taught[:, step : step + rows].reshape(-1, taught.shape[-1]),
@@ -73,7 +78,7 @@ def batch_loss(
             frozen.lm_head,
         )
         total = total + step_decay**step * mean
-        metrics.append((mean * count, jnp.sum(hits.reshape(counted.shape) * counted), count))
+        metrics.append((mean * count, jnp.sum(hits.reshape(counted.shape) * counted), own))
     columns = [jnp.stack(column) for column in zip(*metrics, strict=True)]
     return total, StepMetrics(*columns)
 

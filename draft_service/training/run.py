@@ -85,10 +85,14 @@ def feature_rms(
 
 
 if __name__ == "__main__":
+    import os
     import sys
+
+    import jax
 
     from draft_service.training.recipe import load_recipe
 
+    jax.config.update("jax_num_cpu_devices", os.cpu_count())
     overrides = dict(a.split("=", 1) for a in sys.argv[2:])
     trainer = build_trainer(load_recipe(Path(sys.argv[1]), overrides))
     trainer.resume()
