@@ -3,8 +3,8 @@
     python -m benchmarks.decode --prompts FILE.jsonl --limit 10
 
 Each prompt is answered both ways in turn, the order changing from prompt to prompt, so that both
-meet the same machine. Rates leave out prefill: tokens after the first over the time after the first,
-on the client's clock. The last line is JSON.
+meet the same machine. Rates leave out prefill: tokens after the first over the time after the
+first, on the client's clock. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python -m benchmarks.lossless --prompts FILE.jsonl --limit 20 --temperature 0.8 --seed 7
 
 The last line is JSON. A divergence is the first place where two answers to a prompt differ; what
-follows it differs for that reason and is not counted. Its margin is by how much the pick was won, the
-smaller of the two runs' figures; below 1e-3 floating point may decide (docs/architecture.md).
+follows it differs for that reason and is not counted. Its margin is by how much the pick was won,
+the smaller of the two runs' figures; below 1e-3 floating point may decide (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -92,10 +92,11 @@ def against_root_only(
             index, "root_only", speculative, root_only.token_ids, root_only.pick_margins
         )
         divergences += [found] if found else []
+        num_answered = len(speculative.token_ids)
         verdict = f"differs at {found.place}, margin {found.margin:.2g}" if found else "identical"
         length = speculative.completion.speculation.acceptance_length
         print(
-            f"prompt {index}: {len(speculative.token_ids)} tokens, acceptance {length:.2f}, {verdict}",
+            f"prompt {index}: {num_answered} tokens, acceptance {length:.2f}, {verdict}",
             flush=True,
         )
     return num_tokens, divergences

@@ -30,7 +30,7 @@ def read_conversations(path: Path, limit: int | None = None) -> list[Conversatio
     """
     if not path.is_file():
         raise StartupError(f"prompts: no file {path}; give JSON lines with `turns`")
-    conversations = []
+    conversations: list[Conversation] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if len(conversations) == limit:
             break

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a router to talk to, the machine in words, one JSON line at the end."""
+"""What the benchmarks share: a router to talk to, the machine in words, one line of JSON."""
 
 from __future__ import annotations
 
