@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ class EngineConfig:
     num_pages: int
     page_size: int
     max_context_len: int  # of one sequence
-    tree: TreeShape = TreeShape()
+    tree: TreeShape = field(default_factory=TreeShape)
     max_sequences: int = 8  # in one step
     max_draft_rows: int = 8  # of one sequence, in a step that drafts
     max_extend_rows: int = 512  # in a step that only extends
@@ -71,8 +71,8 @@ class EngineConfig:
         shape = self.tree
         if not 1 <= shape.top_k <= head.draft_vocab_size:
             raise ValueError(
-                f"top_k: {shape.top_k} is outside [1, {head.draft_vocab_size}], the draft
-                vocabulary"
+                f"top_k: {shape.top_k} is outside [1, {head.draft_vocab_size}],"
+                " the draft vocabulary"
             )
         if shape.max_depth < 1:
             raise ValueError(f"max_depth: {shape.max_depth} is below 1")

@@ -110,9 +110,10 @@ def expand(
         )
         if level + 1 < shape.max_depth:
             frontier = _next_frontier(frontier, found[-1], outs, level, level_start, num_words)
-    pool = [jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True)]
     return build_tree(
-        *pool,
+        jnp.concatenate([level.scores for level in found], axis=1),
+        jnp.concatenate([level.parents for level in found], axis=1),
+        jnp.concatenate([level.tokens for level in found], axis=1),
         root_tokens,
         num_nodes=shape.max_nodes,
         max_depth=shape.max_depth,
