@@ -29,7 +29,7 @@ def fetch_model(name: str, cache_dir: Path | None = None) -> Path:
 
     try:
         with console_progress() as report:
-            return fetch_smollm2(cache_dir or default_cache_dir(), report)
+            return fetch_smollm2((cache_dir or default_cache_dir()) / "models", report)
     except ModelError as error:
         raise StartupError(str(error)) from None
 
@@ -50,5 +50,5 @@ def init_head(target: Path, head: Path, num_layers: int = 1, draft_vocab: int = 
 
 def demo_head(model: Path) -> Path:
     """The head of the demo model, made when it is first asked for. Raises StartupError."""
-    head = model.parent / f"{model.name}-head"
+    head = model.parent.parent / "heads" / model.name
     return head if (head / "config.json").is_file() else init_head(model, head)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, NoReturn, Self
 
 from common.errors import StartupError
 
@@ -149,7 +149,7 @@ class Stack:
         extra = self._settings.flags.get(name, ())
         self.children[name] = Child(name, (*flags, *free_ports, *extra), self._settings.show_logs)
 
-    def wait(self) -> None:
+    def wait(self) -> NoReturn:
         """Blocks until a child ends. Raises StartupError naming it."""
         while True:
             for child in self.children.values():
