@@ -622,6 +622,13 @@ def tree_attention_kernel(
     total = (-(-block_kv.shape[0] // BLOCK_PIECE) + 1) * BLOCK_PIECE
     head_major = jnp.swapaxes(block_kv, 0, 1)
     head_major = jnp.pad(head_major, ((0, 0), (0, total - block_kv.shape[0]), (0, 0)))
+    bits = ancestors[:, None, :]
+    if not interpret:
+        # XLA would keep such small arrays in VMEM, where the kernel's copies become loops of loads and
+        # stores that nothing overlaps.
+        q, bits, head_major = (
+            pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (q, bits, head_major)
+        )
     call = pl.pallas_call(
         functools.partial(_body, heads=heads, blocks=blocks, window=window, page_size=page_size),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -654,7 +661,7 @@ def tree_attention_kernel(
         work.bounds,
         page_table[:, None, :],
         q,
-        ancestors[:, None, :],
+        bits,
         head_major,
         pages,
     )
