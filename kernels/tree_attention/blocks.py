@@ -69,19 +69,20 @@ def choose_blocks(
     two of them and two scratch arrays of scores. Halved until VMEM holds all. Raises ValueError if
     nothing fits.
     """
-    step = page_size if page_size % LANES == 0 else page_size * LANES  # both powers of two in practice
-    if LANES % page_size == 0:
-        step = LANES
+    step = max(page_size, LANES)  # page sizes are powers of two
     item = jnp.dtype(heads.dtype).itemsize
     row_bytes = heads.kv_heads * heads.row_width * item
-    tiles = tuple(t for t in (8, 32, 64) if t == 8 or t // 2 < num_rows)
+    tiles = tuple(t for t in (8, 16, 32, 64) if t == 8 or t // 2 < num_rows)
     budget = int(chip.vmem_bytes * 0.85)
     longest = -(-pages_per_sequence * page_size // step) * step
     while True:
-        keys = max(step, _KV_BLOCK_BYTES // row_bytes // step * step)
-        keys = min(keys, longest)
-        while keys > step and vmem_bytes(heads, keys, tiles[-1], num_words) > budget:
-            keys = max(step, keys // 2 // step * step)
+        keys = step
+        while (
+            keys * 2 * row_bytes <= _KV_BLOCK_BYTES
+            and keys < longest
+            and vmem_bytes(heads, keys * 2, tiles[-1], num_words) <= budget
+        ):
+            keys *= 2
         if vmem_bytes(heads, keys, tiles[-1], num_words) <= budget:
             break
         if len(tiles) == 1:

@@ -28,7 +28,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.tree_attention.blocks import BLOCK_PIECE, ROW_ALIGN, Blocks
+from kernels.chips import Chip
+from kernels.tree_attention.blocks import BLOCK_PIECE, ROW_ALIGN, Blocks, choose_blocks
 from kernels.tree_attention.compute import (
     LANES,
     MASKED,
@@ -40,6 +41,10 @@ from kernels.tree_attention.compute import (
     keys_and_values,
 )
 from kernels.tree_attention.work import plan_work
+
+HEAD_DIMS = (64, 128, 256)
+MIN_PAGE = 16
+"""Tokens: a page is written to VMEM at whole tiles of packed rows."""
 
 
 @dataclass(frozen=True)
@@ -592,7 +597,7 @@ def _scratch_shapes(heads: Heads, blocks: Blocks, num_words: int, pages_per_sequ
     return [*buffers, *softmax, *[pltpu.SemaphoreType.DMA((2,)) for _ in range(7)]]
 
 
-def tree_attention_kernel(
+def tree_attention_pallas(
     q: jax.Array,  # [Tq, q_heads, head_dim]
     block_kv: jax.Array,  # [Tk, kv_heads, 2*head_dim]
     pages: jax.Array,  # [L, P, kv_heads, page_size, 2*head_dim]
@@ -607,13 +612,31 @@ def tree_attention_kernel(
     *,
     scale: float,
     window: int | None,
-    blocks: Blocks,
+    chip: Chip,
+    blocks: Blocks | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """The Pallas call; arguments as in `api.tree_attention`, already validated."""
+    """The Pallas call; arguments as in `api.tree_attention`. `blocks`: other sizes than the chip's.
+
+    `interpret`: False, or `pltpu.InterpretParams`. Raises ValueError for a head_dim, page size or
+    number of heads that the kernel is not built for.
+    """
     num_rows, q_heads, head_dim = q.shape
     kv_heads, page_size = pages.shape[2], pages.shape[3]
     heads = Heads(kv_heads, q_heads // kv_heads, head_dim, scale, q.dtype)
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim: {head_dim} is none of {HEAD_DIMS}; use Backend.XLA")
+    if page_size < MIN_PAGE or page_size & (page_size - 1):
+        raise ValueError(f"page_size: {page_size} must be a power of two of at least {MIN_PAGE}")
+    if blocks is None:
+        blocks = choose_blocks(
+            chip,
+            heads,
+            page_size=page_size,
+            pages_per_sequence=page_table.shape[1],
+            num_rows=num_rows,
+            num_words=ancestors.shape[1],
+        )
     work = plan_work(
         q_starts, kv_lens, num_rows=num_rows, tile=blocks.tile, num_cores=blocks.num_cores
     )
