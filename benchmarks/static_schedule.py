@@ -61,27 +61,19 @@ class Schedule:
 
     def loops(self, depth: int) -> list[Loop]:
         """The loops of that depth, in order; the kernel's straight code is depth 0's only one."""
-        runs: list[list[Block]] = []
-        current: list[Block] = []
+        runs: list[list[Block]] = [[]]
         for block in self.blocks:
-            if block.depth < depth or (block.depth == depth and block.start in self._heads(depth)):
-                if current:
-                    runs.append(current)
-                current = []
-            if block.depth == depth:
-                current.append(block)
-        if current:
-            runs.append(current)
-        return [_as_loop(run) for run in runs]
+            if block.depth < depth:
+                runs.append([])
+            elif block.depth == depth:
+                runs[-1].append(block)
+        return [_as_loop(run) for run in runs if run]
 
-    def _heads(self, depth: int) -> set[int]:
-        heads = set()
-        before = -1
-        for block in self.blocks:
-            if block.depth == depth and before < depth:
-                heads.add(block.start)
-            before = block.depth
-        return heads
+    def hottest(self) -> Loop:
+        """The loop, of any depth, with the most matrix work in one turn."""
+        deepest = max(block.depth for block in self.blocks)
+        loops = [loop for depth in range(deepest + 1) for loop in self.loops(depth)]
+        return max(loops, key=lambda loop: loop.used.get("MATMUL", 0))
 
 
 def _as_loop(blocks: list[Block]) -> Loop:
