@@ -18,6 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 LANES = 128
+MATRIX_UNITS = 4
+"""Per core, at most (v5e, v5p; v6e has two of four times the size)."""
+
 MASKED = -1e30
 """Score of a key that a row may not see: finite, so that a row without any key yet stays free of NaN;
 what such a row sums up is multiplied by exp2(-1e30 - max) = 0 as soon as a real key comes."""
@@ -99,31 +102,46 @@ def attend(
     which set maximum, sum and output instead of updating them.
     """
     log2e_scale = heads.scale * 1.4426950408889634
+    parts = _row_parts(heads, rows, keys)
     for h in range(heads.kv_heads):
-        scratch.scores[h, :rows, :keys] = lax.dot_general(
-            scratch.q[h, :rows],
-            load(h)[0],
-            (((1,), (1,)), ((), ())),
-            precision=heads.precision,
-            preferred_element_type=jnp.float32,
-        )
+        key_rows = load(h)[0]
+        for part in parts:
+            scratch.scores[h, part, :keys] = lax.dot_general(
+                scratch.q[h, part],
+                key_rows,
+                (((1,), (1,)), ((), ())),
+                precision=heads.precision,
+                preferred_element_type=jnp.float32,
+            )
     for h in range(heads.kv_heads):
         _softmax(scratch, h, rows, keys, log2e_scale, bias, seed)
     for h in range(heads.kv_heads):
-        product = lax.dot_general(
-            scratch.weights[h, :rows, :keys],
-            load(h)[1],
-            (((1,), (0,)), ((), ())),
-            precision=heads.precision,
-            preferred_element_type=jnp.float32,
-        )
-        if seed:
-            scratch.out[h, :rows] = product
-        else:
-            decay = scratch.decay[h, :rows]
-            if heads.q_width > LANES:
+        value_rows = load(h)[1]
+        for part in parts:
+            product = lax.dot_general(
+                scratch.weights[h, part, :keys],
+                value_rows,
+                (((1,), (0,)), ((), ())),
+                precision=heads.precision,
+                preferred_element_type=jnp.float32,
+            )
+            if not seed:
+                decay = scratch.decay[h, part]
                 decay = jnp.concatenate([decay] * (heads.q_width // LANES), axis=1)
-            scratch.out[h, :rows] = scratch.out[h, :rows] * decay + product
+                product = scratch.out[h, part] * decay + product
+            scratch.out[h, part] = product
+
+
+def _row_parts(heads: Heads, rows: int, keys: int) -> list[slice]:
+    """Query rows in runs that make enough matmuls for all matrix units.
+
+    One product of few keys occupies one unit; with one or two KV heads the others would idle.
+    """
+    count = max(1, MATRIX_UNITS * LANES // (keys * heads.kv_heads))
+    while count > 1 and rows % (16 * count):
+        count //= 2
+    size = rows // count
+    return [slice(start, start + size) for start in range(0, rows, size)]
 
 
 def _softmax(

@@ -524,21 +524,23 @@ class _Kernel:
     def load_queries(self, half: jax.Array, tile: int) -> None:
         """Token-major queries -> one matrix of group * tile rows per KV head."""
         heads = self.heads
+        rows = self.buffers.q[half, :tile].astype(jnp.float32)  # the transpose works on 32-bit rows
+        head_major = jnp.swapaxes(rows, 0, 1)
+        per_head = (heads.group * tile, heads.head_dim)
         for h in range(heads.kv_heads):
-            parts = [
-                self.buffers.q[half, :tile, h * heads.group + g, :].astype(jnp.float32)
-                for g in range(heads.group)
-            ]
-            rows = jnp.concatenate(parts, axis=0).astype(heads.dtype)
-            self.scratch.q[h, : tile * heads.group, : heads.head_dim] = rows
+            part = head_major[h * heads.group : (h + 1) * heads.group].reshape(per_head)
+            self.scratch.q[h, : per_head[0], : heads.head_dim] = part.astype(heads.dtype)
 
     def store_output(self, half: jax.Array, tile: int) -> None:
         heads = self.heads
-        for h in range(heads.kv_heads):
-            out = finish(heads, self.scratch, h, tile * heads.group).astype(heads.dtype)
-            for g in range(heads.group):
-                rows = out[g * tile : (g + 1) * tile]
-                self.buffers.out[half, :tile, h * heads.group + g, :] = rows
+        outs = [
+            finish(heads, self.scratch, h, tile * heads.group).reshape(
+                heads.group, tile, heads.head_dim
+            )
+            for h in range(heads.kv_heads)
+        ]
+        token_major = jnp.swapaxes(jnp.concatenate(outs, axis=0), 0, 1)
+        self.buffers.out[half, :tile] = token_major.astype(heads.dtype)
 
     def clear_padding(self) -> None:
         """Zeros in the output rows that belong to no sequence. All output DMAs have been awaited."""
