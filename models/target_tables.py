@@ -1,7 +1,7 @@
 """What a head needs of its target: sizes, the embedding, sometimes the lm_head.
 
-Nothing else is read. The place is the target's own directory or a bundle (models/eagle3/bundle.py), which carries just
-these.
+Nothing else is read. The place is the target's own directory, or a bundle (eagle3/bundle.py), which
+carries just these.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Layer i computes, with e the token's embedding and u the state it is paired with
     r = u + a                                          norm_before_residual: hidden_norm(u) + a
     u' = r + mlp(mlp_norm(r))
 
-The last u' is the next step's u (norm_output: its final norm); the logits are lm_head(final_norm(u')).
+The last u' is the next step's u (norm_output: its final norm). Logits: lm_head(final_norm(u')).
 """
 
 from __future__ import annotations
