@@ -131,6 +131,24 @@ def read_rope(config: Mapping[str, Any], where: str) -> RopeConfig:
     )
 
 
+def rope_fields(rope: RopeConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of a config.json that `read_rope` reads back to `rope`."""
+    scaling: dict[str, Any] | None = None
+    if rope.kind != "default":
+        scaling = {"rope_type": rope.kind, "factor": rope.factor}
+    if scaling is not None and rope.kind in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = rope.original_positions
+    if scaling is not None and rope.kind == "llama3":
+        scaling |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+        }
+    if scaling is not None and rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        scaling |= {"attention_factor": rope.attention_factor, "truncate": rope.truncate}
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
 def _yarn_attention_factor(fields: Mapping[str, Any], factor: float) -> float:
     """The factor on cos and sin: given, or 0.1·m·ln(factor) + 1 (their ratio, with two m)."""
 

@@ -12,6 +12,7 @@ class VerifyLimits:
     vocab_size: int
     max_context_len: int
     max_tree_nodes: int  # root included
+    max_tree_depth: int  # below the root; deeper nodes are cut
     max_sequences: int  # slots: sequences that hold pages at one time
     max_waiting_sequences: int
     page_size: int

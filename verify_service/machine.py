@@ -71,6 +71,20 @@ class VerifyMachine:
         return self._stepper.num_in_flight
 
     @property
+    def has_ready(self) -> bool:
+        """Whether a round waits for a step, be there room for it or not."""
+        return self._registry.has_ready
+
+    def expects_more(self, now: float, within_seconds: float) -> bool:
+        """Whether a sequence ended its round so lately that its next is likely on the way."""
+        return any(
+            sequence.pending is None
+            and sequence.orphaned_since is None
+            and now - sequence.paused_since < within_seconds
+            for sequence in self._residency
+        )
+
+    @property
     def page_counts(self) -> PageCounts:
         return self._residency.counts
 
@@ -210,7 +224,8 @@ class VerifyMachine:
         if sequence.pending is not None and command.round == sequence.pending.round:
             return  # its answer is on the way
         checks.check_round(command, sequence, self._limits)
-        max_depth = sequence.max_total_tokens - sequence.committed_len - 1
+        room = sequence.max_total_tokens - sequence.committed_len - 1
+        max_depth = min(room, self._limits.max_tree_depth)
         sequence.pending = PendingRound.of(command.round, command.tree, max_depth, now)
 
     def _rollback(self, stream: int, command: Rollback, now: float, events: list[Event]) -> None:

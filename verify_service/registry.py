@@ -58,6 +58,10 @@ class Registry:
         waiting = [s for s in self._sequences.values() if not s.is_resident and s.pending]
         return sorted(waiting, key=lambda s: s.arrival)
 
+    @property
+    def has_ready(self) -> bool:
+        return any(s.pending is not None and not s.in_flight for s in self._sequences.values())
+
     def forget(self, sequence: VerifySequence) -> None:
         """Removes the sequence; what it holds is freed now, or when its step retires."""
         if self._sequences.get(sequence.sequence_id) is sequence:  # not a later life under its id

@@ -199,7 +199,7 @@ def _work(block: _Block) -> SequenceWork:
         kv_len=first,
         page_ids=np.array(sequence.pages, np.int32),
         sampling=sequence.sampling,
-        stop_tokens=sequence.stop_tokens,
+        stop_tokens=() if sequence.sampling.ignore_eos else sequence.stop_tokens,
         wants_features=sequence.wants_features,
     )
 

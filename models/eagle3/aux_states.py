@@ -143,6 +143,10 @@ def _boundaries(
     if overrides.boundaries is not None:
         notes.note("boundaries", list(overrides.boundaries), "override")
         return _checked(notes, overrides.boundaries, num_states, num_layers)
+    own = (notes.fields.raw.get("canopy") or {}).get("boundaries")
+    if own is not None and overrides.aux_reading is None:
+        notes.note("boundaries", list(own), "boundaries in canopy in config.json")
+        return _checked(notes, own, num_states, num_layers)
     ids, source = notes.fields.find(*IDS)
     if ids is not None:
         ids = sorted(int(i) for i in ids)  # everybody concatenates in the order of the layers

@@ -73,7 +73,7 @@ def offsets_and_mask(
 
 def _looks_absolute(values: npt.NDArray[np.int64], target_vocab_size: int) -> bool:
     ascending = bool((np.diff(values) > 0).all())
-    return ascending and 0 <= values[0] and values[-1] < target_vocab_size
+    return ascending and bool(values[0] >= 0 and values[-1] < target_vocab_size)
 
 
 def _check_against_mask(

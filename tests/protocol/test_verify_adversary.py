@@ -24,7 +24,7 @@ from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
 
 LIMITS = VerifyLimits(
-    vocab_size=VOCAB, max_context_len=24, max_tree_nodes=8, max_sequences=3,
+    vocab_size=VOCAB, max_context_len=24, max_tree_nodes=8, max_tree_depth=4, max_sequences=3,
     max_waiting_sequences=3, page_size=3, num_pages=9, max_step_tokens=10, max_prefill_tokens=4,
     feature_window_tokens=64, grace_seconds=30.0, pause_seconds=0.5,
 )  # fmt: skip
