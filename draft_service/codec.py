@@ -60,15 +60,14 @@ def encode_events(events: Iterable[Event]) -> draft_pb2.DraftResponse:
 
 def decode_features(block: types_pb2.FeatureBlock) -> FeatureRows:
     """The rows of a block, as a view of its bytes. Raises ValueError naming the field."""
-    if block.dtype not in (FeatureDtype.FLOAT32, FeatureDtype.BFLOAT16):
-        raise ValueError(f"dtype: {block.dtype} is none that this version knows")
+    dtype = FeatureDtype(int(block.dtype))
     piece = FeaturePiece(
         sequence_id=block.sequence_id,
         epoch=block.epoch,
         position=block.position,
         num_rows=block.num_rows,
         row_width=block.row_width,
-        dtype=FeatureDtype(block.dtype),
+        dtype=dtype,
         data=block.data,
     )
     return join_piece(piece)

@@ -44,8 +44,8 @@ def export_head(
         name: _cast(name, tensor, dtype)
         for name, tensor in published_tensors(shape, params, frozen).items()
     }
-    tensors["d2t"] = vocabulary.target_ids.astype(np.int64) - np.arange(
-        vocabulary.size, dtype=np.int64
+    tensors["d2t"] = (
+        vocabulary.target_ids.astype(np.int64) - np.arange(vocabulary.size, dtype=np.int64)
     )
     mask = np.zeros(vocabulary.target_vocab_size, np.bool_)
     mask[vocabulary.target_ids] = True

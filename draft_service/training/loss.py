@@ -113,14 +113,9 @@ def _outputs(
     prompt_columns, _ = _geometry(batch, num_steps)
     return list(
         unroll(
-            shape,
-            params,
-            frozen.embedding,
-            batch.tokens,
+            shape, params, frozen.embedding, batch.tokens,
             batch.features.astype(jnp.float32) * frozen.feature_scale,
-            batch.starts,
-            prompt_columns,
-            num_steps,
+            batch.starts, prompt_columns, num_steps,
         )
     )
 
