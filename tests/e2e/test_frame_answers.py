@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from benchmarks.lossless import MARGIN, compare, first_difference
@@ -166,7 +168,7 @@ def test_traced_trees_explain_every_token(client: Client) -> None:
         assert all(parent < node for node, parent in enumerate(played.parents))
         assert list(played.scores) == sorted(played.scores, reverse=True)
         path = (0, *played.accepted_nodes)
-        assert all(played.parents[b] == a for a, b in zip(path, path[1:], strict=False))
+        assert all(played.parents[b] == a for a, b in itertools.pairwise(path))
         emitted += [played.tokens[node] for node in played.accepted_nodes]
         emitted.append(played.bonus_token)
         assert len(played.texts) == len(played.tokens)
