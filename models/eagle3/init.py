@@ -88,7 +88,8 @@ def choose_draft_vocabulary(
     if not len(special) < draft_vocab_size <= target.vocab_size:
         raise ModelError(
             f"draft_vocab_size: {draft_vocab_size} is outside ({len(special)},"
-            f" {target.vocab_size}]: it holds the special tokens, and no more than the target's vocabulary"
+            f" {target.vocab_size}]: it holds the special tokens, and no more than the target's"
+            " vocabulary"
         )
     order = np.arange(target.vocab_size)
     if token_counts is not None:
