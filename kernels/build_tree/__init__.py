@@ -1,0 +1,1 @@
+"""From a pool of draft candidates to a tree ordered by score."""

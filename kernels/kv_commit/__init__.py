@@ -1,0 +1,1 @@
+"""Writing K/V rows of committed tokens into pages, in place."""

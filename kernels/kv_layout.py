@@ -1,0 +1,72 @@
+"""The order of the axes of KV pages; nothing else in Canopy knows it.
+
+Pages: `[L, P, kv_heads, page_size, 2·head_dim]`, K in the first half of the last axis and V in the
+second. At head_dim 64 a K/V pair fills the 128 lanes of a TPU register, at 128 and 256 the halves
+are lane-aligned, and one page of one head is one contiguous DMA. A **row** (one token, one layer)
+is `[kv_heads, 2·head_dim]`.
+
+Functions take and return device arrays or tracers; none copies pages.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+def pages_shape(
+    *, num_layers: int, num_pages: int, kv_heads: int, page_size: int, head_dim: int
+) -> tuple[int, int, int, int, int]:
+    """The shape of a page pool."""
+    return (num_layers, num_pages, kv_heads, page_size, 2 * head_dim)
+
+
+def pages_bytes(shape: tuple[int, int, int, int, int], dtype: DTypeLike) -> int:
+    """Bytes of a page pool of `shape`."""
+    size = int(jnp.dtype(dtype).itemsize)
+    for axis in shape:
+        size *= axis
+    return size
+
+
+def num_pages_of(pages: jax.Array) -> int:
+    return int(pages.shape[1])
+
+
+def page_size_of(pages: jax.Array) -> int:
+    """Tokens in a page."""
+    return int(pages.shape[3])
+
+
+def pack_rows(keys: jax.Array, values: jax.Array) -> jax.Array:
+    """Rows [..., kv_heads, 2·head_dim] of keys and values [..., kv_heads, head_dim]."""
+    return jnp.concatenate([keys, values], axis=-1)
+
+
+def unpack_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [..., head_dim] of rows [..., 2·head_dim]."""
+    head_dim = rows.shape[-1] // 2
+    return rows[..., :head_dim], rows[..., head_dim:]
+
+
+def read_pages(pages: jax.Array, layer: jax.Array, page_ids: jax.Array) -> jax.Array:
+    """[kv_heads, n·page_size, 2·head_dim]: n pages of one layer, one after the other.
+
+    `layer` int32 scalar, `page_ids` int32 [n]; ids out of range read some page. Only what is asked
+    for is copied, never a layer.
+    """
+    blocks = pages[layer, page_ids]  # [n, kv_heads, page_size, 2·head_dim]
+    num, kv_heads, page_size, width = blocks.shape
+    return blocks.transpose(1, 0, 2, 3).reshape(kv_heads, num * page_size, width)
+
+
+def write_rows(pages: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
+    """`pages` with `rows` [L, R, kv_heads, 2·head_dim] at (`page`[r], `offset`[r]), all layers.
+
+    A row whose `page` is num_pages or more is dropped (negative ids would wrap: never pass one).
+    In place if `pages` is donated. Live rows must not share a place.
+    """
+    # Advanced indices split by a slice put the R axis first: [R, L, kv_heads, 2·head_dim].
+    moved = jnp.moveaxis(rows, 1, 0).astype(pages.dtype)
+    return pages.at[:, page, :, offset, :].set(moved, mode="drop", unique_indices=False)

@@ -1,0 +1,101 @@
+"""`sample_and_accept`: the target's pick at every node, and the accepted path of every tree."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kernels.backend import Backend
+from kernels.checks import check_dtype, check_shape
+from kernels.chips import Chip
+from kernels.sample_and_accept.types import Accepted, SamplerParams
+from kernels.sample_and_accept.xla import pick_and_walk_xla
+
+
+def _check(
+    logits: jax.Array,
+    columns: dict[str, jax.Array],
+    params: SamplerParams,
+    stop_tokens: jax.Array,
+    token_mask: jax.Array | None,
+    max_depth: int,
+) -> None:
+    check_dtype("logits", logits, "float32")
+    num_nodes, _ = logits.shape
+    for name, array in columns.items():
+        check_shape(name, array, (num_nodes,))
+        check_dtype(name, array, "int32")
+    check_dtype("stop_tokens", stop_tokens, "int32")
+    batch, _ = stop_tokens.shape
+    for name, array in params._asdict().items():
+        check_shape(f"params.{name}", array, (batch,))
+    for name in ("temperature", "top_p", "min_p"):
+        check_dtype(f"params.{name}", getattr(params, name), "float32")
+    check_dtype("params.top_k", params.top_k, "int32")
+    for name in ("seed_lo", "seed_hi"):
+        check_dtype(f"params.{name}", getattr(params, name), "uint32")
+    if token_mask is not None:
+        check_shape("token_mask", token_mask, tuple(logits.shape))
+        check_dtype("token_mask", token_mask, "bool")
+    if max_depth < 0:
+        raise ValueError(f"max_depth: {max_depth} must not be negative")
+
+
+def sample_and_accept(
+    logits: jax.Array,
+    tokens: jax.Array,
+    parents: jax.Array,
+    positions: jax.Array,
+    node_sequence: jax.Array,
+    params: SamplerParams,
+    stop_tokens: jax.Array,
+    token_mask: jax.Array | None = None,
+    *,
+    max_depth: int,
+    want_logprobs: jax.Array | bool = False,
+    backend: Backend,
+    chip: Chip | None = None,
+) -> Accepted:
+    """Picks at N nodes of B trees, and the walk from each root along them.
+
+    logits        float32 [N, V]
+    tokens        int32 [N], the nodes' own tokens
+    parents       int32 [N], row of the parent in these arrays, before its children; -1 at roots
+                  and in padding
+    positions     int32 [N], absolute position of the *picked* token: the node's own + 1
+    node_sequence int32 [N] in [0, B); -1 in padding
+    params        arrays [B]
+    stop_tokens   int32 [B, S], -1 padded; a stop token is emitted and ends the walk
+    token_mask    bool [N, V], False: never picked; applied before the filters
+    max_depth     most accepted nodes; deeper ones are not looked at
+    want_logprobs may be a traced bool: the pass over the logits is skipped if False
+
+    A node is accepted if its parent is and its token equals the parent's pick. Among siblings with
+    one token the first counts. The pick at the last accepted node is the bonus. A row whose logits
+    hold NaN or +inf, or no finite one, has no pick (-1) and is never accepted.
+    Raises ValueError at trace time for shapes or dtypes that do not fit.
+    """
+    columns = {
+        "tokens": tokens,
+        "parents": parents,
+        "positions": positions,
+        "node_sequence": node_sequence,
+    }
+    _check(logits, columns, params, stop_tokens, token_mask, max_depth)
+    if backend is not Backend.XLA:
+        raise NotImplementedError(
+            f"sample_and_accept: backend {backend.value} is not built"
+            f" (chip {chip.name if chip else None}); use Backend.XLA"
+        )
+    return pick_and_walk_xla(
+        logits,
+        tokens,
+        parents,
+        positions,
+        node_sequence,
+        params,
+        stop_tokens,
+        jnp.asarray(want_logprobs),
+        token_mask,
+        max_depth,
+    )

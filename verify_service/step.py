@@ -1,0 +1,132 @@
+"""What one verify step takes and gives: plain values between the state machine and the device.
+
+The machine plans a list of `SequenceWork`, an engine turns it into as many `SequenceOutcome`s, in
+the same order. Nothing here knows jax or protobuf. Axes: n rows of one sequence's block, F
+features.
+
+A block is `num_causal` rows in a causal chain (prefill rows; if the sequence samples, the last of
+them is the root), then the tree's other nodes, each below an earlier row of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from common.types import Float32Array, Int32Array, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceWork:
+    """One sequence's block in a step.
+
+    `tokens` int32 [n]; `parents` int32 [n], block-relative: -1 for the first row, the row before
+    for causal rows, and for a tree node a row in [num_causal - 1, its own). `kv_len` is the number
+    of tokens whose K/V are in pages, which is the first row's position. `page_ids` int32 [pages]:
+    page i holds positions [i·page_size, (i+1)·page_size); reserved for prefix + num_causal +
+    deepest path.
+    """
+
+    slot: int  # 0..max_sequences-1; no two works of a step share one
+    tokens: Int32Array
+    parents: Int32Array
+    num_causal: int
+    samples: bool  # False: a prefill chunk that is not the last; it has causal rows only
+    kv_len: int
+    page_ids: Int32Array
+    sampling: SamplingParams
+    stop_tokens: tuple[int, ...] = ()
+    wants_features: bool = True
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the tree, root included; 0 where nothing is sampled."""
+        return self.num_rows - self.num_causal + 1 if self.samples else 0
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest tree node below the root: rows that may be committed beyond it."""
+        depths = np.zeros(self.num_rows, np.int32)
+        for row in range(self.num_causal, self.num_rows):
+            depths[row] = depths[self.parents[row]] + 1
+        return int(depths.max())
+
+    def validate(self, vocab_size: int, page_size: int) -> None:
+        """Raises ValueError naming the first rule that the work breaks, with value and limit."""
+        n = self.num_rows
+        if not 1 <= self.num_causal <= n:
+            raise ValueError(f"num_causal: {self.num_causal} is outside [1, {n}], the block's rows")
+        if self.parents.shape != (n,):
+            raise ValueError(f"parents: {self.parents.size} of them for {n} tokens")
+        if not self.samples and self.num_causal != n:
+            raise ValueError(
+                f"num_causal: {self.num_causal} of {n} rows, but a block that does not sample"
+                " has causal rows only"
+            )
+        if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
+            raise ValueError(f"tokens: one is outside [0, {vocab_size})")
+        if (self.parents[: self.num_causal] != np.arange(-1, self.num_causal - 1)).any():
+            raise ValueError("parents: a causal row's parent must be the row before it")
+        below = self.parents[self.num_causal :]
+        if (below < self.num_causal - 1).any() or (below >= np.arange(self.num_causal, n)).any():
+            raise ValueError(
+                f"parents: a tree node's parent must be in [{self.num_causal - 1}, its own row)"
+            )
+        if self.kv_len < 0:
+            raise ValueError(f"kv_len: {self.kv_len} is negative")
+        needed = self.kv_len + self.num_causal + self.max_depth
+        room = int(self.page_ids.shape[0]) * page_size
+        if room < needed:
+            raise ValueError(
+                f"page_ids: {self.page_ids.size} pages of {page_size} tokens hold {room} tokens;"
+                f" prefix, causal rows and deepest path need {needed}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutcome:
+    """What a step gave one sequence, on the host.
+
+    `tokens` int32 [num_emitted]: the accepted path, then the bonus token; empty if the block did
+    not sample. The walk stops at a stop token, which then is the last one. `margins` float32
+    [num_emitted]. `logprobs` float32 [num_emitted], unfiltered, temperature 1. `accepted_nodes`
+    int32 [num_accepted], tree-relative: 1 is the first node below the root. `features`
+    [num_committed, F] for positions from `kv_len`: the causal rows and the accepted nodes; None if
+    not wanted.
+    """
+
+    tokens: Int32Array
+    margins: Float32Array
+    logprobs: Float32Array
+    accepted_nodes: Int32Array
+    num_nodes: int  # of the tree, root included; 0 when the block did not sample
+    num_committed: int  # K/V rows now in pages from position kv_len: num_causal + num_accepted
+    features: npt.NDArray[np.generic] | None = field(default=None, repr=False)
+
+    @property
+    def num_emitted(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_accepted(self) -> int:
+        return int(self.accepted_nodes.shape[0])
+
+
+class VerifyEngine(Protocol):
+    """Runs steps on a device. Blocking; called from the engine's thread only."""
+
+    def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
+        """One step over all `works`; outcomes in the same order.
+
+        Commits K/V of causal rows and accepted nodes into the works' pages and nothing else.
+        Raises ValueError, before anything runs, if the works exceed the engine's largest bucket.
+        """
+        ...
