@@ -381,6 +381,22 @@ def test_waiting_queue_is_bounded() -> None:
     assert isinstance(bench.open(C)[0], e.StateReport)
 
 
+def test_orphans_do_not_fill_the_queue_and_are_bounded_themselves() -> None:
+    bench = Bench(max_sequences=1, max_waiting_sequences=1)
+    for life in range(3):
+        for number in range(2):
+            bench.machine.connect(3 + life)
+            opened = bench.open(bytes([life, number]) * 8, stream=3 + life)
+            assert isinstance(opened[0], e.StateReport)
+        bench.machine.disconnect(3 + life, float(life))
+    assert bench.machine.num_sequences == 2
+    attach = c.Attach(sequence_id=bytes([1, 0]) * 8, epoch=2)
+    assert code(bench.do(attach)) is ErrorCode.UNKNOWN_SEQUENCE
+    bench.open(A)
+    ran = [event.sequence_id for event in bench.steps() if isinstance(event, e.RoundDone)]
+    assert ran[0] == A
+
+
 def test_draining_refuses_new_sequences_and_goes_on_with_the_open_ones() -> None:
     bench = Bench()
     bench.open()

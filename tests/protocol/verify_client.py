@@ -1,8 +1,9 @@
-"""A small router for tests of a real verify service: plain rounds, and trees that guess at random."""
+"""A small router for tests of a real verify service: plain rounds, or trees that guess."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -13,10 +14,6 @@ import numpy as np
 
 from canopy.v1 import types_pb2, verify_pb2, verify_pb2_grpc
 from common.types import FeatureRows
-
-
-class StreamLost(Exception):
-    """The Verify stream ended."""
 
 
 @dataclass
@@ -51,13 +48,18 @@ class VerifyClient:
 
     async def __aexit__(self, *_: object) -> None:
         self._outbox.put_nowait(None)
-        await self._tasks[0]
+        with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+            await self._tasks[0]
         for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def receive_features(self, credit_bytes: int) -> None:
         self._tasks.append(asyncio.create_task(self._read_features(credit_bytes)))
+
+    def cancel(self) -> None:
+        """Drops the stream in mid-air."""
+        self._call.cancel()
 
     def send(self, *commands: verify_pb2.VerifyCommand) -> None:
         self._outbox.put_nowait(verify_pb2.VerifyRequest(commands=commands))
@@ -142,7 +144,7 @@ class VerifyClient:
 
 
 class Guess:
-    """Random trees, of which a share of nodes is right: they continue `truth`, the known response."""
+    """Random trees; a share `right` of their nodes continues `truth`, the known response."""
 
     def __init__(self, truth: Sequence[int], vocab_size: int, seed: int, right: float) -> None:
         self._truth, self._vocab_size, self._right = list(truth), vocab_size, right
