@@ -22,6 +22,7 @@ from jax import lax
 
 from common.types import TreeShape
 from draft_service.engine import DeviceEngine, EngineConfig
+from draft_service.scoring import turn_output_table
 from draft_service.step import SequenceWork
 from models.eagle3 import HeadConfig, load_head
 from models.layers import Params
@@ -32,6 +33,7 @@ PAGE_SIZE = 16
 def main() -> None:
     arguments = _arguments()
     head, params = load_head(arguments.head, arguments.target)
+    laid_out = turn_output_table(params)  # the floor gets the engine's own layout
     shape = TreeShape(
         max_depth=arguments.max_depth, top_k=arguments.top_k, max_nodes=arguments.max_nodes
     )
@@ -59,9 +61,9 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "step": lambda: engine.run(drafting),
         "extend_only": lambda: engine.run(extending),
-        "floor_products": lambda: jax.block_until_ready(floor(params)),
-        "vocabulary_products": lambda: jax.block_until_ready(products(params, out)),
-        "vocabulary_choices": lambda: jax.block_until_ready(choices(logits)),
+        "floor_products": lambda: floor(laid_out).block_until_ready(),
+        "vocabulary_products": lambda: products(laid_out, out).block_until_ready(),
+        "vocabulary_choices": lambda: choices(logits).block_until_ready(),
     }
     times = _time_in_turns(parts, arguments.rounds)
     report: dict[str, Any] = {
@@ -112,11 +114,13 @@ def _matrix_products(
             x = x + mixed @ attention["o"]["kernel"]
             up = (x @ mlp["gate"]["kernel"]) * (x @ mlp["up"]["kernel"])
             x = x + up @ mlp["down"]["kernel"]
-        return x * jnp.float32(1e-3)
+        scaled: jax.Array = x * jnp.float32(1e-3)
+        return scaled
 
     def scores(params: Params, x: jax.Array) -> jax.Array:
-        logits = lax.dot_general(x, params["lm_head"], (((1,), (1,)), ((), ())))
-        return x + logits[:, : x.shape[1]] * jnp.float32(1e-3)
+        logits = x @ params["lm_head_turned"]
+        mixed: jax.Array = x + logits[:, : x.shape[1]] * jnp.float32(1e-3)
+        return mixed
 
     def run(params: Params) -> jax.Array:
         x = jnp.ones((rows, head.feature_size), jnp.float32)
@@ -136,7 +140,7 @@ def _matrix_products(
 def _vocabulary_products(shape: TreeShape) -> Callable[[Params, jax.Array], jax.Array]:
     def run(params: Params, out: jax.Array) -> jax.Array:
         def level(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            logits = lax.dot_general(x, params["lm_head"], (((1,), (1,)), ((), ())))
+            logits = x @ params["lm_head_turned"]
             return x + logits[:, : x.shape[1]] * jnp.float32(1e-3), None
 
         return lax.scan(level, out, None, length=shape.max_depth - 1)[0]
