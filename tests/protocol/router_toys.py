@@ -1,8 +1,8 @@
 """Small verify and draft services for the router's own protocol tests: the wire's rules, no model.
 
-They speak protobuf, keep the protocol as docs/interfaces.md has it, and check what the router sends:
-a broken rule of the router raises AssertionError at once. The target is a rule: a token follows from
-the three before it. The real services are tested with the router in tests/e2e.
+They speak protobuf, keep the protocol as docs/interfaces.md has it, and check what the router
+sends: a broken rule of the router raises AssertionError at once. The target is a rule: a token
+follows from the three before it. The real services are tested with the router in tests/e2e.
 """
 
 from __future__ import annotations
@@ -208,9 +208,7 @@ class ToyVerify:
         self.num_rounds += 1
         return self._event(command, result=result)
 
-    def _acknowledge(
-        self, command: verify_pb2.VerifyCommand, sequence: ToyVerifySequence
-    ) -> None:
+    def _acknowledge(self, command: verify_pb2.VerifyCommand, sequence: ToyVerifySequence) -> None:
         if command.HasField("acked_round"):
             assert command.acked_round < sequence.next_round
             for round_ in [r for r in sequence.results if r <= command.acked_round]:
@@ -261,7 +259,7 @@ class ToyDraftSequence:
 
 
 class ToyDraft:
-    """Grows chains with one wrong sibling a level; every `wrong_every`-th tree goes wrong at depth 2.
+    """Grows chains with a wrong sibling a level; every `wrong_every`-th goes wrong at depth 2.
 
     A tree is grown once the rows of all positions before the root are here, as in the real draft.
     """
@@ -340,9 +338,7 @@ class ToyDraft:
         sequence.pending, sequence.grown = body.round, None
         return self._grow(command.sequence_id, sequence)
 
-    def _grow(
-        self, sequence_id: bytes, sequence: ToyDraftSequence
-    ) -> list[draft_pb2.DraftEvent]:
+    def _grow(self, sequence_id: bytes, sequence: ToyDraftSequence) -> list[draft_pb2.DraftEvent]:
         if sequence.pending is None or sequence.next_row < len(sequence.tokens) - 1:
             return []
         self.num_trees += 1

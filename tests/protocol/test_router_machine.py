@@ -25,8 +25,7 @@ from router.generation import Generation
 from router.machine import GenerationMachine, MachineSettings, Phase
 from router.output_text import OutputText
 from router.stops import StopStrings
-
-from router_toys import ToyDraft, ToyVerify, continuation
+from tests.protocol.router_toys import ToyDraft, ToyVerify, continuation
 
 
 class NumberText:
