@@ -120,6 +120,7 @@ def _engine(config: VerifyConfig, target: TargetConfig, params: dict[str, object
             max_context_len=_context(config, target),
             max_tree_nodes=config.max_tree_nodes,
             max_depth=config.max_tree_depth,
+            row_buckets=config.row_buckets,
             max_rows=config.max_step_tokens,
             min_rows=8 if config.platform == "tpu" else 1,
             backend=backend_for_platform(config.platform),

@@ -145,7 +145,40 @@ def make(name: str, layer_class: type, layer: dict[str, Any], head: dict[str, An
     print(f"{name}: {size} bytes, {sorted(saved)}")
 
 
+def make_pickled() -> None:
+    """pytorch_model.bin as torch.save writes it, of every kind of tensor, beside the same as npz.
+
+    Half, bfloat16, float, long and bool; one stored transposed, two sharing a storage. And the case
+    head_llama under the names of the EAGLE authors, as midlayer.bin.
+    """
+    torch.manual_seed(9)
+    block = torch.randn(6, 5)
+    state = {
+        "half": torch.randn(4, 3).half(),
+        "bfloat16": torch.randn(3, 2).bfloat16(),
+        "long": torch.arange(7) - 3,
+        "mask": torch.tensor([True, False, True]),
+        "transposed": torch.randn(4, 6).t(),
+        "upper": block[:2],
+        "right": block[:, 3:],
+        "parameter": torch.nn.Parameter(torch.randn(2, 2)),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+    }
+    torch.save(state, GOLDENS / "pickled.bin")
+    values = {name: value.detach().float().numpy() for name, value in state.items()}
+    np.savez_compressed(GOLDENS / "pickled.npz", **values)
+    with np.load(GOLDENS / "head_llama.npz") as golden:
+        head = {
+            name[2:].replace("layers.0.", "midlayer."): torch.from_numpy(golden[name])
+            for name in golden.files
+            if name.startswith("w/") and "embed_tokens" not in name
+        }
+    torch.save(head, GOLDENS / "midlayer.bin")
+
+
 if __name__ == "__main__":
     GOLDENS.mkdir(exist_ok=True)
     for case, settings in CASES.items():
         make(case, *settings)
+    make_pickled()
