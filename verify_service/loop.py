@@ -127,7 +127,7 @@ class VerifyLoop:
             await self._sleep(TICK_SECONDS)
 
     async def _gather(self, now: float) -> float:
-        """Waits a moment while sequences that just ended a round may come back; returns the time."""
+        """Waits a moment for sequences that just ended a round; returns the time."""
         deadline = now + self._gather_seconds
         while now < deadline and self._machine.expects_more(now, RECENT_SECONDS):
             self._flush()
