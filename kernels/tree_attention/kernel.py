@@ -368,7 +368,7 @@ class _Kernel:
                 scratch,
                 rows=tile * heads.group,
                 keys=self.blocks.keys,
-                load=lambda h: keys_and_values(heads, self.buffers.kv[at, h]),
+                load=lambda h: self.whole_rows(at, h),
                 bias=bias,
                 seed=False,
             )
@@ -384,6 +384,10 @@ class _Kernel:
             self.attend_rest(item, at, num_whole * self.blocks.keys, lowest, tile)
 
         self.store_output(half, tile)
+
+    def whole_rows(self, at: jax.Array, h: int) -> tuple[jax.Array, jax.Array]:
+        """K and V of head h in the KV block that has arrived in slot `at`."""
+        return keys_and_values(self.heads, self.buffers.kv[at, h])
 
     def attend_rest(
         self, item: _Item, at: jax.Array, base: jax.Array, lowest: jax.Array | None, tile: int

@@ -58,24 +58,32 @@ def make_step(
     num_words: int = 1,
     num_layers: int = 2,
     layer: int = 1,
-    spare_rows: int = 3,
+    num_rows: int = 0,
+    num_pages: int = 0,
+    pages_per_sequence: int = 0,
     window: int | None = None,
     dtype: Any = np.float32,
 ) -> Step:
-    """Random normal arrays; every slot that no query may read is NaN."""
-    pages_per_sequence = max(1, max(-(-s.kv_len // page_size) for s in sequences)) + 1
-    num_pages = sum(-(-s.kv_len // page_size) for s in sequences) + 2
+    """Random normal arrays; every slot that no query may read is NaN.
+
+    `num_rows` (of q and block), `num_pages` and `pages_per_sequence`: at least so many, so that steps
+    of one test share a compiled kernel.
+    """
+    longest = max(-(-s.kv_len // page_size) for s in sequences)
+    pages_per_sequence = max(pages_per_sequence, longest + 1)
+    num_pages = max(num_pages, sum(-(-s.kv_len // page_size) for s in sequences) + 2)
     free = list(rng.permutation(np.arange(1, num_pages)))
     nan = np.nan
     pages = np.full((num_layers, num_pages, kv_heads, page_size, 2 * head_dim), nan, np.float32)
     table = np.zeros((len(sequences), pages_per_sequence), np.int32)  # page 0 is all NaN
     total_q = sum(s.num_rows for s in sequences)
     total_k = sum(s.block_len for s in sequences)
-    q = np.full((total_q + spare_rows, kv_heads * group, head_dim), nan, np.float32)
-    block = np.full((total_k + spare_rows, kv_heads, 2 * head_dim), nan, np.float32)
+    q_rows, block_rows = max(num_rows, total_q + 3), max(num_rows, total_k + 3)
+    q = np.full((q_rows, kv_heads * group, head_dim), nan, np.float32)
+    block = np.full((block_rows, kv_heads, 2 * head_dim), nan, np.float32)
     q[:total_q] = rng.standard_normal((total_q, kv_heads * group, head_dim))
     block[:total_k] = rng.standard_normal((total_k, kv_heads, 2 * head_dim))
-    bits = np.zeros((total_q + spare_rows, num_words), np.uint32)
+    bits = np.zeros((q_rows, num_words), np.uint32)
     all_parents = []
     row = 0
     for index, sequence in enumerate(sequences):
