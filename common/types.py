@@ -23,7 +23,7 @@ class DraftTree:
     """A tree of likely next tokens; node 0 is the root, the last committed token.
 
     `tokens` int32 [N], target vocabulary. `parents` int32 [N]: `parents[0] == -1`, else
-    `parents[i] < i`. `scores` float32 [N]: log-probability of the path from the root, 0.0 at the root,
+    `parents[i] < i`. `scores` float32 [N]: log-probability of the path from the root, 0.0 there,
     never rising along a path and never rising with i, so that every prefix is a tree.
     """
 
@@ -160,8 +160,9 @@ class SequenceFailure(Exception):
 class FeatureRows:
     """Aux features of consecutive positions of one sequence, on the host.
 
-    `rows` [num_rows, F] in the agreed dtype (float32 or bfloat16). Row i is position `position + i`:
-    the target's residual stream entering the captured layers when it read the token at that position.
+    `rows` [num_rows, F] in the agreed dtype (float32 or bfloat16). Row i is position
+    `position + i`: the target's residual stream entering the captured layers when it read the
+    token at that position.
     """
 
     sequence_id: bytes

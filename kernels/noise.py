@@ -22,7 +22,8 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def _rotate_left(x: jax.Array, bits: int) -> jax.Array:
-    return (x << jnp.uint32(bits)) | (x >> jnp.uint32(32 - bits))
+    rotated: jax.Array = (x << jnp.uint32(bits)) | (x >> jnp.uint32(32 - bits))
+    return rotated
 
 
 def threefry2x32(

@@ -53,5 +53,6 @@ def build_tree(
             max_depth=max_depth,
         )
     raise NotImplementedError(
-        f"build_tree: backend {backend.value} is not built; the XLA form runs everywhere: use Backend.XLA"
+        f"build_tree: backend {backend.value} is not built;"
+        " the XLA form runs everywhere: use Backend.XLA"
     )

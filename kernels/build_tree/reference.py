@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,12 +32,13 @@ def reference_build_tree(
         out.tokens[b, 0], out.scores[b, 0] = np.asarray(root_tokens)[b], 0.0
         node_of: dict[int, int] = {-1: 0}
         while len(node_of) < num_nodes:
-            best, best_score = -1, -np.inf
+            best, best_score = -1, -math.inf
             for c in range(pool):
                 if c in node_of or int(parents[b, c]) not in node_of:
                     continue
                 above = out.scores[b, node_of[int(parents[b, c])]]
-                score = np.float32(np.nan if np.isnan(scores[b, c]) else min(scores[b, c], above))
+                own = float(scores[b, c])
+                score = math.nan if math.isnan(own) else min(own, float(above))
                 if score > best_score:
                     best, best_score = c, score
             if best < 0:

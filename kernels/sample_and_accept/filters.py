@@ -59,11 +59,13 @@ def largest_value_holding(scores: jax.Array, weights: jax.Array, need: jax.Array
     between them), some 12 to 25 passes.
     """
 
+    Bounds = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
     def weight_and_count(value: jax.Array) -> tuple[jax.Array, jax.Array]:
         inside = scores >= value
         return jnp.sum(jnp.where(inside, weights, 0.0)), jnp.sum(inside, dtype=jnp.int32)
 
-    def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def narrow(state: Bounds) -> Bounds:
         low, high, count_low, count_high, _ = state
         middle = low + (high - low) * 0.5
         weight, count = weight_and_count(middle)

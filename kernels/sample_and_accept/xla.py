@@ -52,7 +52,8 @@ def sample_row(
         margin = edge_margin(scores, perturbed, scores[pick], perturbed[pick], edges, filters)
         return pick, jnp.minimum(gap, margin)
 
-    return lax.cond(filters.any_on, filtered, unfiltered)
+    chosen: tuple[jax.Array, jax.Array] = lax.cond(filters.any_on, filtered, unfiltered)
+    return chosen
 
 
 def _sample_along_paths(
@@ -82,9 +83,10 @@ def _sample_along_paths(
             return done, trees.child(row[None], pick[None])[0], depth + 1
 
         start = (picks, jnp.where(sampled[b], roots[b], -1), jnp.int32(0))
-        return lax.while_loop(lambda s: (s[1] >= 0) & (s[2] <= max_depth), visit, start)[0]
+        walked, *_ = lax.while_loop(lambda s: (s[1] >= 0) & (s[2] <= max_depth), visit, start)
+        return Picks(*walked)
 
-    return lax.fori_loop(0, trees.num_sequences, walk_sequence, greedy)
+    return Picks(*lax.fori_loop(0, trees.num_sequences, walk_sequence, greedy))
 
 
 def pick_and_walk_xla(

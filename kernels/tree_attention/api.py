@@ -28,7 +28,8 @@ def _check(
 ) -> None:
     if q.ndim != 3 or block_kv.ndim != 3 or pages.ndim != 5:
         raise ValueError(
-            f"q, block_kv, pages: {q.ndim}, {block_kv.ndim} and {pages.ndim} axes must be 3, 3 and 5"
+            f"q, block_kv, pages: {q.ndim}, {block_kv.ndim} and {pages.ndim} axes"
+            " must be 3, 3 and 5"
         )
     num_rows, q_heads, head_dim = q.shape
     kv_heads, width = pages.shape[2], pages.shape[4]
@@ -86,14 +87,15 @@ def tree_attention(
     q_starts     int32 [B + 1], ascending: rows of q of each sequence; equal ends: none
     block_starts int32 [B + 1], the same for block_kv (verify: equal to q_starts)
     num_causal   int32 [B]
-    ancestors    uint32 [Tq, W]
-    q_offsets    int32 [B], block row of the sequence's first q row (verify 0; draft the frontier's)
-    window       a row at position p sees positions above p - window; a tree node's position is that
-                 of the last causal row plus its number of bits
+    ancestors    uint32 [Tq, W]; 0 for causal rows
+    q_offsets    int32 [B], block row of the sequence's first q row (verify: 0; draft: the
+                 frontier's)
+    window       a row at position p sees positions above p - window; a tree node's position is
+                 that of the last causal row plus its number of bits
 
     A causal block row (below num_causal) sees the block's rows up to itself. A later one sees all
-    causal rows and the rows of its bits: bit k of word k//32 is block row num_causal + k. The tree in a
-    block is ordered: no row names one behind itself, every row names itself.
+    causal rows and the rows of its bits: bit k of word k//32 is block row num_causal + k. The tree in
+    a block is ordered: no row names one behind itself, every row names itself.
 
     Unused slots of pages and rows beyond block_starts[-1] may hold anything, NaN too.
     Raises ValueError at trace time for shapes or dtypes that do not fit, with both values.
@@ -126,7 +128,7 @@ def tree_attention(
             chip=chip,
             interpret=pltpu.InterpretParams() if backend is Backend.INTERPRET else False,
         )
-    return tree_attention_xla(
+    out: jax.Array = tree_attention_xla(
         q,
         block_kv,
         pages,
@@ -141,3 +143,4 @@ def tree_attention(
         scale=scale,
         window=window,
     )
+    return out

@@ -146,7 +146,8 @@ class _Call:
                 state, queries, rows.transpose(1, 0, 2), live, self._spread(seen), self.scale
             )
 
-        return lax.fori_loop(0, (reach + step - 1) // step, take, state)
+        done: Running = lax.fori_loop(0, (reach + step - 1) // step, take, state)
+        return done
 
     def _over_prefix(
         self, state: Running, queries: jax.Array, size: int, b: jax.Array, row: jax.Array
@@ -178,7 +179,10 @@ class _Call:
         second = first + num_full * (full_keys // page_size)
         left = jnp.maximum(kv_len - second * page_size, 0)
         num_tail = (left + tail_keys - 1) // tail_keys
-        return lax.fori_loop(0, num_tail, functools.partial(take, tail_keys, second), state)
+        done: Running = lax.fori_loop(
+            0, num_tail, functools.partial(take, tail_keys, second), state
+        )
+        return done
 
 
 def _tile_sizes(num_rows: int) -> tuple[int, ...]:
@@ -186,6 +190,7 @@ def _tile_sizes(num_rows: int) -> tuple[int, ...]:
     return tuple(size for i, size in enumerate(TILES) if i == 0 or TILES[i - 1] < num_rows)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "window"))
 def tree_attention_xla(
     q: jax.Array,
     block_kv: jax.Array,
@@ -202,7 +207,7 @@ def tree_attention_xla(
     scale: float,
     window: int | None,
 ) -> jax.Array:
-    """Arguments as in `api.tree_attention`."""
+    """Arguments as in `api.tree_attention`. Jitted: a model of many layers traces it once."""
     num_rows, q_heads, head_dim = q.shape
     num_keys, kv_heads, _ = block_kv.shape
     batch = kv_lens.shape[0]
@@ -237,7 +242,9 @@ def tree_attention_xla(
         window=window,
     )
 
-    def visit(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    Carry = tuple[jax.Array, jax.Array, jax.Array]
+
+    def visit(carry: Carry) -> Carry:
         b, row, out = carry
         left = q_starts[b + 1] - row
 
@@ -245,9 +252,8 @@ def tree_attention_xla(
             tile = call.tile(size, b, row).astype(out.dtype)
             return lax.dynamic_update_slice_in_dim(out, tile, row, 0)
 
-        which = sum((left > size).astype(jnp.int32) for size in sizes[:-1]) if len(sizes) > 1 else 0
-        branches = [functools.partial(place, size) for size in sizes]
-        out = lax.switch(jnp.where(left > 0, which, 0), branches, out)
+        which = jnp.sum(left > jnp.asarray(sizes[:-1], jnp.int32), dtype=jnp.int32)
+        out = lax.switch(which, [functools.partial(place, size) for size in sizes], out)
         took = jnp.asarray(sizes, jnp.int32)[which]
         done = left <= took
         return jnp.where(done, b + 1, b), jnp.where(done, q_starts[b + 1], row + took), out

@@ -1,0 +1,60 @@
+# Everything runs in an environment of its own, $(VENV); the stamp files remember what it holds.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+CODE := benchmarks canopy common draft_service kernels models router tools verify_service
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-slow check format protos bench clean
+.DEFAULT_GOAL := help
+
+help:  ## List the targets.
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or later found; install one, or say PYTHON=..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
+		$(PYTHON) -m pip --python $@ install --quiet --disable-pip-version-check pip; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing canopy into $(VENV)"
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing the tools of test and check into $(VENV)"
+	@$(PIP_INSTALL) -e '.[test,train]'
+	@touch $@
+
+demo: $(VENV)/.installed  ## Fetch a model, start the three services, stream an answer.
+	@$(BIN)/canopy demo
+
+test: $(VENV)/.installed-test  ## The fast suite, end-to-end tests included.
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.installed-test  ## What the fast suite leaves out.
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/.installed-test  ## Format, lint, types, protos.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(CODE)
+	$(BIN)/buf lint protos
+
+format: $(VENV)/.installed-test  ## Rewrite what check would complain of, where a tool can.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/buf format --write protos
+
+protos: $(VENV)/.installed-test  ## Generate canopy/v1 from protos/.
+	$(BIN)/python tools/generate_stubs.py
+
+bench: $(VENV)/.installed  ## Losslessness and speed on a few prompts of our own.
+	$(BIN)/python -m benchmarks.lossless --limit 4 --max-tokens 48
+	$(BIN)/python -m benchmarks.decode --limit 4 --max-tokens 64
+
+clean:  ## Remove the environment and what tools leave behind.
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,73 @@
+"""What the benchmarks share: a router to talk to, the machine in words, one line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from canopy import library
+from canopy.stack import Stack, StackSettings
+from common.server import canopy_version
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--address", help="a running router; unset: three services are started")
+    parser.add_argument("--model", type=Path, help="target's directory [the demo's, fetched]")
+    parser.add_argument("--head", type=Path, help="head's directory [the demo's]")
+    parser.add_argument("--max-tree-nodes", type=int, help="nodes of a tree, root included")
+    parser.add_argument("--max-depth", type=int, help="depth of a tree")
+
+
+@contextmanager
+def router(arguments: argparse.Namespace) -> Iterator[str]:
+    """The address of a router, its services ended afterwards if they were started here."""
+    if arguments.address:
+        yield arguments.address
+        return
+    model, head = arguments.model, arguments.head
+    if model is None:
+        model = library.fetch_model(library.DEMO_MODEL)
+        head = head or library.demo_head(model)
+    with Stack(StackSettings(model=model, head=head, show_logs=False)) as stack:
+        yield stack.address
+
+
+def describe(arguments: argparse.Namespace) -> dict[str, object]:
+    """Settings, versions and the machine, printed beside the figures."""
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(arguments).items()
+        if value is not None
+    }
+    versions = {name: version(name) for name in ("jax", "grpcio", "numpy")}
+    return {
+        "settings": settings,
+        "versions": {"canopy": canopy_version(), "python": platform.python_version(), **versions},
+        "machine": {
+            "cpu": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0)),
+            "system": platform.platform(terse=True),
+        },
+    }
+
+
+def print_report(result: dict[str, object], arguments: argparse.Namespace) -> None:
+    """What was run and where, then the figures as the one last line of JSON."""
+    for name, value in describe(arguments).items():
+        print(f"{name}: {json.dumps(value)}")
+    print(json.dumps(result), flush=True)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

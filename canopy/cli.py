@@ -1,0 +1,162 @@
+"""The `canopy` command: serve, generate, demo, model, head."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from canopy import generating, library
+from canopy.demo import run_demo
+from canopy.results import CanopyError
+from canopy.stack import MODULES, Stack, StackSettings
+from common.errors import StartupError, exit_with_one_line
+from common.server import canopy_version
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; returns its exit code. 130 after Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["serve"] and arguments[1:2] and arguments[1] in MODULES:
+        return _serve_one(arguments[1], arguments[2:])
+    parsed = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # children are ended on both
+    return exit_with_one_line("canopy", lambda: _run(parsed))
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    try:
+        code: int = parsed.run(parsed)
+    except CanopyError as error:
+        raise StartupError(str(error)) from None
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="canopy", description="Disaggregated EAGLE-3 speculative decoding over gRPC."
+    )
+    parser.add_argument("--version", action="version", version=f"canopy {canopy_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    generate = commands.add_parser("generate", help="send a prompt to a running router")
+    generating.add_arguments(generate)
+    generate.set_defaults(run=generating.generate)
+    demo = commands.add_parser("demo", help="see it work: a model, three services, an answer")
+    demo.set_defaults(run=lambda parsed: run_demo(Console(highlight=False)))
+    _add_model(commands)
+    _add_head(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # the type of what add_subparsers returns has no public name
+
+
+def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser("serve", help="run a service, or all three")
+    services = serve.add_subparsers(required=True, metavar="SERVICE")
+    for name in MODULES:  # run by _serve_one, which hands every flag on
+        services.add_parser(name, help=f"run the {name} service; its own --help lists the flags")
+    every = services.add_parser("all", help="run all three as processes of this one")
+    every.add_argument("--model", type=Path, help="model directory [the demo's, fetched]")
+    every.add_argument("--head", type=Path, help="head directory [for the demo's model: its own]")
+    every.add_argument("--host", default="127.0.0.1", help="the router's address [%(default)s]")
+    every.add_argument("--port", type=int, default=50051, help="the router's port [%(default)s]")
+    every.set_defaults(run=_serve_all)
+
+
+def _add_model(commands: Commands[argparse.ArgumentParser]) -> None:
+    model = commands.add_parser("model", help="fetch a target model")
+    actions = model.add_subparsers(required=True, metavar="ACTION")
+    fetch = actions.add_parser("fetch", help="download and convert a known model")
+    fetch.add_argument("name", choices=[library.DEMO_MODEL])
+    fetch.add_argument("--cache-dir", type=Path, help="where models are kept [the user's cache]")
+    fetch.set_defaults(run=_model_fetch)
+
+
+def _add_head(commands: Commands[argparse.ArgumentParser]) -> None:
+    head = commands.add_parser("head", help="make, look at and bundle draft heads")
+    actions = head.add_subparsers(required=True, metavar="ACTION")
+    init = actions.add_parser("init", help="make a head from the target's own last layers")
+    init.add_argument("directory", type=Path, help="new directory for the head")
+    init.add_argument("--target", type=Path, required=True, help="the target's directory")
+    init.add_argument("--num-layers", type=int, default=1)
+    init.add_argument("--draft-vocab", type=int, default=8192, help="tokens it may draft")
+    init.set_defaults(run=_head_init)
+    inspect = actions.add_parser("inspect", help="say what a head is and what was assumed")
+    inspect.add_argument("directory", type=Path)
+    inspect.add_argument("--target", type=Path, help="see whether the head fits this target")
+    inspect.add_argument("--json", action="store_true")
+    inspect.set_defaults(run=_head_inspect)
+    bundle = actions.add_parser("bundle", help="all that a draft machine needs, in one directory")
+    bundle.add_argument("directory", type=Path, help="new directory for the bundle")
+    bundle.add_argument("--head", type=Path, required=True)
+    bundle.add_argument("--target", type=Path, required=True)
+    bundle.set_defaults(run=_head_bundle)
+
+
+def _serve_one(name: str, flags: Sequence[str]) -> int:
+    """Becomes the service's process: its import brings what this command must not load."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *flags])
+
+
+def _serve_all(parsed: argparse.Namespace) -> int:
+    model, head = parsed.model, parsed.head
+    if model is None:
+        if head is not None:
+            raise StartupError("head: given without --model; name the model that it belongs to")
+        model = library.fetch_model(library.DEMO_MODEL)
+        head = library.demo_head(model)
+    router = ("--host", parsed.host, "--port", str(parsed.port))
+    with Stack(StackSettings(model=model, head=head, flags={"router": router})) as stack:
+        print(json.dumps({"event": "serving", "address": stack.address}), flush=True)
+        try:
+            stack.wait()
+        except KeyboardInterrupt:  # the way to stop it
+            return 0
+
+
+def _model_fetch(parsed: argparse.Namespace) -> int:
+    print(library.fetch_model(parsed.name, parsed.cache_dir))
+    return 0
+
+
+def _head_init(parsed: argparse.Namespace) -> int:
+    print(library.init_head(parsed.target, parsed.directory, parsed.num_layers, parsed.draft_vocab))
+    return 0
+
+
+def _head_inspect(parsed: argparse.Namespace) -> int:
+    from models.eagle3.inspect import inspect_head
+    from models.errors import ModelError
+
+    try:
+        report = inspect_head(parsed.directory, parsed.target)
+    except ModelError as error:
+        raise StartupError(str(error)) from None
+    print(json.dumps(report.as_dict()) if parsed.json else report.as_text())
+    return 1 if report.misfit else 0
+
+
+def _head_bundle(parsed: argparse.Namespace) -> int:
+    from models.eagle3.bundle import write_bundle
+    from models.errors import ModelError
+
+    try:
+        write_bundle(parsed.head, parsed.target, parsed.directory)
+    except ModelError as error:
+        raise StartupError(str(error)) from None
+    print(parsed.directory)
+    return 0

@@ -1,0 +1,54 @@
+"""Models and heads on this machine: where they are kept, how they come there.
+
+The functions that do the work live in `models`; they bring jax, so they are imported when called.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from common.errors import StartupError
+
+DEMO_MODEL = "smollm2-135m-instruct"
+
+
+def default_cache_dir() -> Path:
+    """`canopy` below the user's cache directory, as the XDG rules name it."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "canopy"
+
+
+def fetch_model(name: str, cache_dir: Path | None = None) -> Path:
+    """The directory of a known model, fetched and converted unless it is there. StartupError."""
+    if name != DEMO_MODEL:
+        raise StartupError(f"model: {name!r} cannot be fetched; known: {DEMO_MODEL}")
+    from models.errors import ModelError
+    from models.fetch import fetch_smollm2
+    from models.progress import console_progress
+
+    try:
+        with console_progress() as report:
+            return fetch_smollm2((cache_dir or default_cache_dir()) / "models", report)
+    except ModelError as error:
+        raise StartupError(str(error)) from None
+
+
+def init_head(target: Path, head: Path, num_layers: int = 1, draft_vocab: int = 8192) -> Path:
+    """Makes a head from the target's own last layers. Raises StartupError."""
+    from models.eagle3.init import init_head as init
+    from models.errors import ModelError
+
+    if head.exists() and any(head.iterdir()):
+        raise StartupError(f"head: {head} is not empty; name a new directory")
+    try:
+        init(target, head, num_layers=num_layers, draft_vocab_size=draft_vocab)
+    except ModelError as error:
+        raise StartupError(str(error)) from None
+    return head
+
+
+def demo_head(model: Path) -> Path:
+    """The head of the demo model, made when it is first asked for. Raises StartupError."""
+    head = model.parent.parent / "heads" / model.name
+    return head if (head / "config.json").is_file() else init_head(model, head)

@@ -1,0 +1,140 @@
+"""What a client asks and gets: plain frozen values, no protobuf in sight."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat; roles as the model's template knows them: system, user, assistant."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text as it stands, token ids, or a chat for the model's own template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to generate. None: the server's default, as named in protos/canopy/v1."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    speculation: bool | None = None
+    max_depth: int | None = None
+    tree_top_k: int | None = None
+    max_tree_nodes: int | None = None
+    model: str = ""
+    request_id: str = ""
+    # what to return beside the text
+    token_ids: bool = False
+    trace: bool = False
+    pick_margins: bool = False
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One round as it happened. `parents[0]` is -1; `texts` are those of the nodes."""
+
+    number: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    scores: tuple[float, ...]
+    texts: tuple[str, ...]
+    accepted_nodes: tuple[int, ...]
+    bonus_token: int
+    bonus_text: str
+    draft_seconds: float
+    verify_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Text that is final: whole characters, perhaps none."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    pick_margins: tuple[float, ...] = ()
+    round: Round | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Seconds; draft to router are sums over rounds, as the router saw them."""
+
+    total: float
+    queue: float
+    time_to_first_token: float
+    draft: float
+    verify: float
+    transport: float
+    router: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """What speculation did. `acceptance_length`: emitted tokens per round, the first left out."""
+
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    num_emitted: int
+    num_root_only_rounds: int
+    acceptance_length: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """How a generation ended; always the last of its stream."""
+
+    request_id: str
+    finish_reason: FinishReason
+    matched_stop: str | int | None
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    seed: int
+    timings: Timings
+    speculation: Speculation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    pick_margins: tuple[float, ...]
+    completion: Completion
+    rounds: tuple[Round, ...] = field(default=(), repr=False)
+
+
+class CanopyError(Exception):
+    """A call failed. `code` is the gRPC status's name; `field` names a bad field of the request."""
+
+    def __init__(
+        self, code: str, message: str, bad_field: str = "", retry_seconds: float | None = None
+    ) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+        self.field = bad_field
+        self.retry_seconds = retry_seconds

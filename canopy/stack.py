@@ -1,0 +1,187 @@
+"""The three services as three processes of one parent: started, watched and ended together.
+
+`canopy serve all`, the demo, the benchmarks and the end-to-end tests stand on this. Children get
+`--parent-pid`, so that they end even if this process is killed outright.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, NoReturn, Self
+
+from common.errors import StartupError
+
+MODULES = {"verify": "verify_service", "draft": "draft_service", "router": "router"}
+START_SECONDS = 600.0
+"""Long enough to compile on two busy cores."""
+STOP_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSettings:
+    """What to serve. `flags` holds further flags per service, as ("--max-sequences", "8")."""
+
+    model: Path
+    head: Path | None = None  # None: no draft service, root-only decoding
+    flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    show_logs: bool = True  # False: logs go to a file that is read when a child fails
+
+
+class Child:
+    """One service's process and where it listens."""
+
+    def __init__(self, name: str, flags: Sequence[str], show_logs: bool) -> None:
+        self.name = name
+        self.address = ""
+        self.metrics_address = ""
+        self.events: queue.Queue[str] = queue.Queue()  # announced events; "ended" is the last
+        self._log: IO[bytes] | None = None
+        if not show_logs:
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the child)
+        command = [sys.executable, "-m", MODULES[name], *flags, "--parent-pid", str(os.getpid())]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which ends them in order
+        )
+        self._reader = threading.Thread(target=self._read, name=f"read-{name}", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                try:
+                    announced = json.loads(line)
+                    event = str(announced["event"])
+                except (ValueError, KeyError, TypeError):
+                    continue  # not an announcement
+                self.address = announced.get("address", self.address)
+                self.metrics_address = announced.get("metrics_address", self.metrics_address)
+                self.events.put(event)
+        self.events.put("ended")
+
+    def await_event(self, wanted: str, deadline: float) -> None:
+        """Returns once `wanted` was announced. Raises StartupError if it never will be."""
+        while True:
+            try:
+                event = self.events.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except queue.Empty:
+                raise StartupError(
+                    f"{self.name}: not {wanted} in time; look at its logs (canopy serve"
+                    f" {self.name})"
+                ) from None
+            if event == wanted:
+                return
+            if event == "ended":
+                code = self.process.wait()
+                raise StartupError(self.last_words() or f"{self.name}: ended with status {code}")
+
+    def last_words(self) -> str:
+        """The last line of its log, without its own prefix; empty if the log went elsewhere."""
+        lines = self.log_text().strip().splitlines()
+        return lines[-1].removeprefix("canopy serve ") if lines else ""
+
+    def log_text(self) -> str:
+        """The log so far; empty if it went to the parent's own stderr."""
+        if self._log is None:
+            return ""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def close(self) -> None:
+        """After the end of the process."""
+        self._reader.join()
+        if self._log is not None:
+            self._log.close()
+
+
+class Stack:
+    """Three running services; a context manager that ends them."""
+
+    def __init__(self, settings: StackSettings) -> None:
+        self._settings = settings
+        self.children: dict[str, Child] = {}
+
+    @property
+    def address(self) -> str:
+        """The router's."""
+        return self.children["router"].address
+
+    def start(self, timeout_seconds: float = START_SECONDS) -> None:
+        """Returns once all are SERVING. Raises StartupError, nothing left running, otherwise."""
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            self._start(deadline)
+        except BaseException:  # Ctrl-C too
+            self.stop()
+            raise
+
+    def _start(self, deadline: float) -> None:
+        model, head = str(self._settings.model), self._settings.head
+        self._spawn("verify", "--model", model, *(("--head", str(head)) if head else ()))
+        if head:
+            self._spawn("draft", "--head", str(head), "--target", model)
+        for child in self.children.values():
+            child.await_event("listening", deadline)
+        peers = {f"--{name}": child.address for name, child in self.children.items()}
+        self._spawn("router", "--model", model, *(part for pair in peers.items() for part in pair))
+        for child in self.children.values():
+            child.await_event("serving", deadline)
+
+    def _spawn(self, name: str, *flags: str) -> None:
+        free_ports = ("--port", "0", "--metrics-port", "0")
+        extra = self._settings.flags.get(name, ())
+        self.children[name] = Child(name, (*flags, *free_ports, *extra), self._settings.show_logs)
+
+    def wait(self) -> NoReturn:
+        """Blocks until a child ends. Raises StartupError naming it."""
+        while True:
+            for child in self.children.values():
+                if (code := child.process.poll()) is not None:
+                    raise StartupError(f"{child.name} ended with status {code}")
+            time.sleep(0.2)
+
+    def stop(self, grace_seconds: float = STOP_SECONDS) -> dict[str, int]:
+        """Ends the router first, so that its generations finish; returns the exit codes."""
+        codes: dict[str, int] = {}
+        for name in ("router", "draft", "verify"):
+            child = self.children.pop(name, None)
+            if child is None:
+                continue
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+            try:
+                codes[name] = child.process.wait(grace_seconds)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                codes[name] = child.process.wait()
+            child.close()
+        return codes
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()

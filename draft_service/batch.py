@@ -1,0 +1,80 @@
+"""A step's works laid out for the device: flattened pairs, padded here and nowhere else.
+
+R rows (all works' pairs one behind the other), B slots of sequences, P pages of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from common.packing import Field, Packing
+from common.types import DraftTree
+from draft_service.step import SequenceWork
+
+Int32Buffer = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The padded sizes of one compiled program."""
+
+    num_sequences: int  # B
+    num_rows: int  # R
+    drafts: bool
+
+    def packing(self, pages_per_sequence: int, num_last_rows: int) -> Packing:
+        """The step's one transfer beside the features. `num_last_rows`: B, or more on TPU."""
+        b, r = self.num_sequences, self.num_rows
+        return Packing(
+            Field("tokens", (r,)),
+            Field("positions", (r,)),  # place of the pair in its sequence's KV
+            Field("row_sequence", (r,)),
+            Field("num_live", (2,)),  # sequences, rows
+            Field("starts", (b + 1,)),
+            Field("kv_lens", (b,)),
+            Field("last_rows", (num_last_rows,)),
+            Field("page_table", (b, pages_per_sequence)),
+        )
+
+
+def pack(
+    works: Sequence[SequenceWork], packing: Packing, bucket: Bucket, features: npt.NDArray[Any]
+) -> Int32Buffer:
+    """The buffer of `packing`, slot i = work i; fills `features` [R, F], zero beyond the rows."""
+    buffer = np.zeros(packing.size, np.int32)
+    v = packing.views(buffer)
+    row = 0
+    for slot, work in enumerate(works):
+        n = work.num_rows
+        rows = slice(row, row + n)
+        v["tokens"][rows] = work.tokens
+        v["positions"][rows] = np.arange(work.kv_len, work.kv_len + n)
+        v["row_sequence"][rows] = slot
+        v["kv_lens"][slot] = work.kv_len
+        v["page_table"][slot, : work.page_ids.size] = work.page_ids
+        features[rows] = work.features
+        row += n
+        v["starts"][slot + 1] = row
+        if bucket.drafts:
+            v["last_rows"][slot] = row - 1
+    v["starts"][len(works) + 1 :] = row
+    v["num_live"][:] = (len(works), row)
+    features[row:] = 0
+    return buffer
+
+
+def tree_columns(num_nodes: int) -> int:
+    """Columns of a packed tree: tokens, parents, scores' bits, number of nodes."""
+    return 3 * num_nodes + 1
+
+
+def unpack_tree(row: Int32Buffer, num_nodes: int) -> DraftTree:
+    """A tree from its packed row int32 [3·num_nodes + 1]; owns its memory."""
+    count = int(row[-1])
+    tokens, parents, scores = row[:-1].reshape(3, num_nodes)[:, :count].copy()
+    return DraftTree(tokens, parents, scores.view(np.float32))

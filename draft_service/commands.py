@@ -1,0 +1,67 @@
+"""What a router can ask of the draft machine, as plain frozen values. `codec.py` makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from common.types import TreeShape
+
+NO_ROUND = -1
+"""`acked_round` when nothing is acknowledged yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Addressed:
+    """`epoch`: the link epoch. `acked_round`: last round whose tree the router has or gave up."""
+
+    sequence_id: bytes
+    epoch: int
+    acked_round: int = NO_ROUND
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open(_Addressed):
+    """Begins a sequence with all its committed tokens, at least one.
+
+    `features_from`: rows of earlier positions never come. `tree` None: the engine's full shape.
+    """
+
+    tokens: tuple[int, ...]
+    max_total_tokens: int
+    features_from: int = 0
+    tree: TreeShape | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach(_Addressed):
+    """Takes the sequence over after a reconnect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extend(_Addressed):
+    """Newly committed tokens (perhaps none) and a wish for the tree of `round`.
+
+    `base_len`: committed tokens before these. `tree` None: the shape of Open.
+    """
+
+    round: int
+    base_len: int
+    tokens: tuple[int, ...]
+    tree: TreeShape | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback(_Addressed):
+    """Cuts to `committed_len` tokens; `round` is the next one."""
+
+    committed_len: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close(_Addressed):
+    """Ends the sequence and frees what it holds."""
+
+
+Command: TypeAlias = Open | Attach | Extend | Rollback | Close

@@ -1,0 +1,256 @@
+"""The head on a device: one compiled program per bucket feeds true pairs and grows trees.
+
+Extend: pairs (token t+1, true feature t) -> fuse, layers over paged prefix and own block -> K/V
+rows into pages. Draft, in the same program: expand all depths from each sequence's last pair ->
+build the tree. One dispatch with two transfers in, one fetch of a single small array.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from common.log import get_logger
+from common.types import TreeShape
+from draft_service.batch import Bucket, pack, unpack_tree
+from draft_service.expand import Prefix, expand
+from draft_service.step import SequenceOutcome, SequenceWork
+from kernels.backend import Backend
+from kernels.build_tree.types import BuiltTree
+from kernels.chips import Chip
+from kernels.kv_commit.api import kv_commit
+from kernels.kv_layout import pages_bytes, pages_shape
+from kernels.tree_attention.api import tree_attention
+from models.eagle3 import HeadConfig, head_embed, head_forward, head_fuse, head_logits
+from models.layers import Params
+
+_logger = get_logger("draft.engine")
+
+EXTEND_ROWS = (32, 128, 512, 2048)
+"""Row buckets of steps that only extend, up to max_extend_rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes of an engine; counts of pairs unless the name says otherwise."""
+
+    num_pages: int
+    page_size: int
+    max_context_len: int  # of one sequence
+    tree: TreeShape = field(default_factory=TreeShape)
+    max_sequences: int = 8  # in one step
+    max_draft_rows: int = 8  # of one sequence, in a step that drafts
+    max_extend_rows: int = 512  # in a step that only extends
+    min_rows: int = 1  # 8 on TPU: one-row matrix products take another, slower path there
+    backend: Backend = Backend.XLA
+    chip: Chip | None = None
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.max_context_len // self.page_size)
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every bucket that a step may take, smallest first within each kind."""
+        sizes, size = [self.max_sequences], 1
+        while size < self.max_sequences:
+            sizes.append(size)
+            size *= 2
+        drafting = [Bucket(b, b * self.max_draft_rows, True) for b in sorted(sizes)]
+        rows = sorted({min(r, self.max_extend_rows) for r in EXTEND_ROWS})
+        return (*drafting, *(Bucket(self.max_sequences, r, False) for r in rows))
+
+    def validate(self, head: HeadConfig) -> None:
+        """Raises ValueError naming field, value and limit."""
+        shape = self.tree
+        if not 1 <= shape.top_k <= head.draft_vocab_size:
+            raise ValueError(
+                f"top_k: {shape.top_k} is outside [1, {head.draft_vocab_size}],"
+                " the draft vocabulary"
+            )
+        if shape.max_depth < 1:
+            raise ValueError(f"max_depth: {shape.max_depth} is below 1")
+        if shape.max_nodes < 2:
+            raise ValueError(f"max_nodes: {shape.max_nodes} is below 2, the root and one child")
+        if self.min_rows > shape.top_k:
+            raise ValueError(
+                f"top_k: {shape.top_k} is below {self.min_rows}, the fewest rows that this device"
+                " multiplies well; raise it"
+            )
+
+
+class DeviceEngine:
+    """Implements `step.DraftEngine`. Called from one thread."""
+
+    def __init__(
+        self, head: HeadConfig, params: Params, config: EngineConfig, feature_dtype: Any = None
+    ) -> None:
+        """`feature_dtype`: of the rows that come; None: the head's own. Raises ValueError."""
+        config.validate(head)
+        self.head, self.config = head, config
+        self._params = params
+        self._feature_dtype = np.dtype(head.dtype if feature_dtype is None else feature_dtype)
+        spec = head.attention
+        shape = pages_shape(
+            num_layers=head.num_layers,
+            num_pages=config.num_pages,
+            kv_heads=spec.num_kv_heads,
+            page_size=config.page_size,
+            head_dim=spec.head_dim,
+        )
+        self._pages = jnp.zeros(shape, head.dtype)
+        self.pages_bytes = pages_bytes(shape, head.dtype)
+        self._buckets = config.buckets()
+        self._programs: dict[Bucket, Any] = {}
+        self._warm = False
+        self.compiles_after_warm_up = 0
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every bucket's program and runs it once, on no sequences."""
+        for done, bucket in enumerate(self._buckets, start=1):
+            self._launch(bucket, [])
+            if progress is not None:
+                progress(done, len(self._buckets))
+        self._warm = True
+
+    def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
+        """See `step.DraftEngine.run`."""
+        if not works:
+            return []
+        bucket = self._bucket_for(works)
+        packed = self._launch(bucket, works)
+        if not bucket.drafts:
+            return [SequenceOutcome(tree=None) for _ in works]
+        num_nodes = self.config.tree.max_nodes
+        return [SequenceOutcome(tree=unpack_tree(packed[i], num_nodes)) for i in range(len(works))]
+
+    def _launch(self, bucket: Bucket, works: Sequence[SequenceWork]) -> Any:
+        """Runs the bucket's program; its packed trees, on the host."""
+        program = self._program(bucket)
+        features = np.zeros((bucket.num_rows, self.head.feature_size), self._feature_dtype)
+        buffer = pack(works, self._packing(bucket), bucket, features)
+        self._pages, packed = program(self._params, self._pages, buffer, features)
+        return jax.device_get(packed)
+
+    def _packing(self, bucket: Bucket) -> Any:
+        last_rows = max(bucket.num_sequences, self.config.min_rows)
+        return bucket.packing(self.config.pages_per_sequence, last_rows)
+
+    def _bucket_for(self, works: Sequence[SequenceWork]) -> Bucket:
+        """The smallest bucket that holds the works. Raises ValueError naming what is too large."""
+        config, drafts = self.config, works[0].drafts
+        for work in works:
+            work.validate(self.head.target_vocab_size, self.head.feature_size, config.page_size)
+            if work.drafts != drafts:
+                raise ValueError("drafts: a step drafts for all its works or for none")
+            if work.page_ids.size > config.pages_per_sequence:
+                raise ValueError(
+                    f"page_ids: {work.page_ids.size}; at most {config.pages_per_sequence}"
+                )
+        num_rows = sum(work.num_rows for work in works)
+        for bucket in self._buckets:
+            fits = bucket.num_rows >= num_rows and bucket.num_sequences >= len(works)
+            if bucket.drafts == drafts and fits:
+                return bucket
+        raise ValueError(
+            f"works: {len(works)} sequences, {num_rows} rows in a step; at most"
+            f" {config.max_sequences} and"
+            f" {config.max_sequences * config.max_draft_rows if drafts else config.max_extend_rows}"
+        )
+
+    def _program(self, bucket: Bucket) -> Any:
+        if bucket in self._programs:
+            return self._programs[bucket]
+        sizes = {"sequences": bucket.num_sequences, "rows": bucket.num_rows}
+        if self._warm:
+            self.compiles_after_warm_up += 1
+            _logger.warning("compile after warm-up", drafts=bucket.drafts, **sizes)
+        begun = time.monotonic()
+        buffer = np.zeros(self._packing(bucket).size, np.int32)
+        features = np.zeros((bucket.num_rows, self.head.feature_size), self._feature_dtype)
+        step = jax.jit(self._make_step(bucket), donate_argnums=(1,))
+        program = step.lower(self._params, self._pages, buffer, features).compile()
+        seconds = round(time.monotonic() - begun, 2)
+        _logger.info("compiled", drafts=bucket.drafts, seconds=seconds, **sizes)
+        self._programs[bucket] = program
+        return program
+
+    def _make_step(self, bucket: Bucket) -> Callable[..., Any]:
+        """(params, pages, buffer, features [R, F]) -> (pages, packed trees int32 [B, 3N + 1])."""
+        packing = self._packing(bucket)
+
+        def step(params: Params, pages: jax.Array, buffer: jax.Array, features: jax.Array) -> Any:
+            x = {field.name: buffer[span].reshape(field.shape) for field, span in packing.spans()}
+            outs, pages = self._extend(params, pages, x, features)
+            if not bucket.drafts:
+                return pages, jnp.zeros((bucket.num_sequences, 0), jnp.int32)
+            last = outs[x["last_rows"]]
+            logits = head_logits(self.head, params, last)
+            kv_lens = x["kv_lens"] + x["starts"][1:] - x["starts"][:-1]
+            slots = bucket.num_sequences
+            tree = expand(
+                self.head,
+                params,
+                Prefix(pages, x["page_table"], kv_lens, x["num_live"][0]),
+                last[:slots],
+                logits[:slots],
+                x["tokens"][x["last_rows"][:slots]],
+                shape=self.config.tree,
+                backend=self.config.backend,
+                chip=self.config.chip,
+            )
+            return pages, _packed(tree)
+
+        return step
+
+    def _extend(
+        self, params: Params, pages: jax.Array, x: dict[str, jax.Array], features: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The pairs through the head: outputs [R, H], and pages with their rows."""
+        head, config = self.head, self.config
+        num_rows = x["tokens"].shape[0]
+
+        def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
+            return tree_attention(
+                q,
+                block_kv,
+                pages,
+                layer,
+                x["page_table"],
+                x["kv_lens"],
+                x["starts"],
+                x["starts"],
+                x["starts"][1:] - x["starts"][:-1],
+                jnp.zeros((num_rows, 1), jnp.uint32),
+                jnp.zeros_like(x["kv_lens"]),
+                scale=head.attention_scale,
+                window=head.windows[layer],
+                backend=config.backend,
+                chip=config.chip,
+            )
+
+        embed = head_embed(head, params, x["tokens"])
+        states = head_fuse(head, params, features)
+        outs, block_kv = head_forward(head, params, embed, states, x["positions"], attend)
+        pages = kv_commit(
+            pages,
+            block_kv,
+            x["page_table"],
+            x["row_sequence"],
+            x["positions"],
+            jnp.arange(num_rows, dtype=jnp.int32) < x["num_live"][1],
+            backend=Backend.XLA,
+        )
+        return outs, pages
+
+
+def _packed(tree: BuiltTree) -> jax.Array:
+    """int32 [B, 3N + 1]: what `batch.unpack_tree` takes apart."""
+    scores = lax.bitcast_convert_type(tree.scores, jnp.int32)
+    return jnp.concatenate([tree.tokens, tree.parents, scores, tree.num_valid[:, None]], axis=1)

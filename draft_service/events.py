@@ -1,0 +1,70 @@
+"""What the draft machine says, as plain frozen values. `codec.py` puts them on the wire.
+
+Every event names the stream it goes to: trees and evictions to the owner of the sequence, errors
+and answers to whoever asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from common.types import DraftTree, ErrorCode, SequenceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Addressed:
+    stream: int
+    sequence_id: bytes
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrownTree:
+    """The tree of a round, within the shape asked for; kept until it is acknowledged or superseded.
+
+    `committed_len`: tokens with the root, which is the last of them.
+    """
+
+    round: int
+    committed_len: int
+    tree: DraftTree
+    step_seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReport(_Addressed):
+    """Answers Open, Attach and Rollback."""
+
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeReady(_Addressed):
+    grown: GrownTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(_Addressed):
+    """One command, or one block of features, failed. `epoch` is the command's; `state.epoch` the
+    sequence's.
+    """
+
+    code: ErrorCode
+    message: str
+    round: int
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evicted(_Addressed):
+    """Put out for want of pages or memory; open it again to go on drafting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed(_Addressed):
+    pass
+
+
+Event: TypeAlias = StateReport | TreeReady | Failed | Evicted | Closed

@@ -1,0 +1,218 @@
+"""The dynamic tree on the device: all depths of a draft, as part of one program.
+
+Per sequence: the head's output at the last true pair proposes `top_k` children of the root; these
+are the first frontier. Then, once per further depth, the head runs on the frontier (each node's
+token with its parent's output state) under ancestor bits; every node proposes `top_k` children
+scored parent + log-softmax; the best `top_k` of them all are the next frontier, and all are
+candidates.
+
+What the head computes for tree nodes lives in this program alone: it never enters the pages.
+Axes: B sequences, K top_k, C candidates, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from common.types import TreeShape
+from kernels.backend import Backend
+from kernels.build_tree.api import build_tree
+from kernels.build_tree.types import BuiltTree
+from kernels.chips import Chip
+from kernels.tree_attention.api import tree_attention
+from models.eagle3 import HeadConfig, head_embed, head_forward, head_logits
+from models.layers import Params
+
+
+class Prefix(NamedTuple):
+    """The committed pairs in pages. `kv_lens` int32 [B]; `num_live` int32 scalar: slots in use."""
+
+    pages: jax.Array
+    page_table: jax.Array
+    kv_lens: jax.Array
+    num_live: jax.Array
+
+
+class Frontier(NamedTuple):
+    """The nodes to expand next.
+
+    tokens int32 [B, K], target ids; scores float32 [B, K]; pool_index int32 [B, K]; states [B, K,
+    H] of their parents; bits uint32 [B, K, W]: rows of the tree that each sees, itself included.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+    pool_index: jax.Array
+    states: jax.Array
+    bits: jax.Array
+
+
+class Candidates(NamedTuple):
+    """Children found so far, level after level. scores float32, parents, tokens int32; [B, C]."""
+
+    scores: jax.Array
+    parents: jax.Array
+    tokens: jax.Array
+
+
+def pool_size(shape: TreeShape) -> int:
+    """C: candidates of a whole draft."""
+    return shape.top_k + (shape.max_depth - 1) * shape.top_k**2
+
+
+def expand(
+    config: HeadConfig,
+    params: Params,
+    prefix: Prefix,
+    last_states: jax.Array,
+    last_logits: jax.Array,
+    root_tokens: jax.Array,
+    *,
+    shape: TreeShape,
+    backend: Backend,
+    chip: Chip | None,
+) -> BuiltTree:
+    """B trees of up to shape.max_nodes nodes.
+
+    last_states [B, H] and last_logits float32 [B, draft vocabulary]: of each sequence's last pair;
+    root_tokens int32 [B]. Slots at num_live and beyond give trees that mean nothing.
+    """
+    batch, k = last_states.shape[0], shape.top_k
+    num_words = max(1, -(-(shape.max_depth - 1) * k // 32))
+    scores, tokens = _children(config, params, last_logits, k)
+    found = [Candidates(scores, jnp.full((batch, k), -1, jnp.int32), tokens)]
+    frontier = Frontier(
+        tokens=tokens,
+        scores=scores,
+        pool_index=jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k)),
+        states=jnp.broadcast_to(last_states[:, None], (batch, k, last_states.shape[1])),
+        bits=jnp.broadcast_to(_own_bits(0, k, num_words), (batch, k, num_words)),
+    )
+    spec = config.attention
+    rows_shape = (config.num_layers, batch, 0, spec.num_kv_heads, 2 * spec.head_dim)
+    tree_rows = jnp.zeros(rows_shape, last_states.dtype)
+    for level in range(1, shape.max_depth):
+        outs, tree_rows = _run(config, params, prefix, frontier, tree_rows, level, backend, chip)
+        logits = head_logits(config, params, outs.reshape(batch * k, -1))
+        logps, tokens = _children(config, params, logits, k)
+        scores = frontier.scores[:, :, None] + logps.reshape(batch, k, k)
+        level_start = k + (level - 1) * k * k
+        found.append(
+            Candidates(
+                scores.reshape(batch, k * k),
+                jnp.repeat(frontier.pool_index, k, axis=1),
+                tokens.reshape(batch, k * k),
+            )
+        )
+        if level + 1 < shape.max_depth:
+            frontier = _next_frontier(frontier, found[-1], outs, level, level_start, num_words)
+    return build_tree(
+        jnp.concatenate([level.scores for level in found], axis=1),
+        jnp.concatenate([level.parents for level in found], axis=1),
+        jnp.concatenate([level.tokens for level in found], axis=1),
+        root_tokens,
+        num_nodes=shape.max_nodes,
+        max_depth=shape.max_depth,
+        backend=Backend.XLA,
+    )
+
+
+def _children(
+    config: HeadConfig, params: Params, logits: jax.Array, top_k: int
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities float32 and target ids int32 [N, K] of the best next tokens.
+
+    The top-k is of the 2-D logits, the fast call on every device, and no vocabulary-wide softmax is
+    written out. Not a number counts as impossible, so that it cannot take a better one's place.
+    """
+    best, ids = lax.top_k(logits, top_k)
+    logps = best - jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    logps = jnp.where(jnp.isnan(logps), -jnp.inf, logps)
+    return logps, jnp.take(params["draft_to_target"], ids, axis=0, mode="clip")
+
+
+def _run(
+    config: HeadConfig,
+    params: Params,
+    prefix: Prefix,
+    frontier: Frontier,
+    tree_rows: jax.Array,
+    level: int,
+    backend: Backend,
+    chip: Chip | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The head on the frontier: states [B, K, H], and the tree's rows with the frontier's behind.
+
+    tree_rows [L, B, (level-1)·K, kv_heads, 2·head_dim].
+    """
+    batch, k = frontier.tokens.shape
+    slots = jnp.arange(batch + 1, dtype=jnp.int32)
+    live = jnp.minimum(slots, prefix.num_live)  # slots that are not in use have no rows
+    zeros = jnp.zeros((batch,), jnp.int32)
+
+    def with_past(layer: int, block_kv: jax.Array) -> jax.Array:
+        own = block_kv.reshape(batch, k, *block_kv.shape[1:])
+        return jnp.concatenate([tree_rows[layer], own], axis=1)
+
+    def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
+        block = with_past(layer, block_kv)
+        return tree_attention(
+            q,
+            block.reshape(-1, *block.shape[2:]),
+            prefix.pages,
+            layer,
+            prefix.page_table,
+            prefix.kv_lens,
+            live * k,
+            live * (level * k),
+            zeros,
+            frontier.bits.reshape(batch * k, -1),
+            zeros + (level - 1) * k,
+            scale=config.attention_scale,
+            window=config.windows[layer],
+            backend=backend,
+            chip=chip,
+        )
+
+    embed = head_embed(config, params, frontier.tokens.reshape(-1))
+    # A node at depth d stands at position kv_len + d - 1: the pair behind the last committed one
+    # belongs to the root's children.
+    positions = jnp.repeat(prefix.kv_lens + jnp.int32(level - 1), k)
+    states = frontier.states.reshape(batch * k, -1)
+    outs, block_kv = head_forward(config, params, embed, states, positions, attend)
+    rows = [with_past(layer, block_kv[layer]) for layer in range(config.num_layers)]
+    return outs.reshape(batch, k, -1), jnp.stack(rows)
+
+
+def _next_frontier(
+    frontier: Frontier,
+    children: Candidates,
+    outs: jax.Array,
+    level: int,
+    level_start: int,
+    num_words: int,
+) -> Frontier:
+    """The best K of the frontier's K² children, which stand from `level_start` on in the pool."""
+    k = frontier.tokens.shape[1]
+    scores, chosen = lax.top_k(children.scores, k)
+    parent = chosen // k
+    above = jnp.take_along_axis(frontier.bits, parent[:, :, None], axis=1)
+    return Frontier(
+        tokens=jnp.take_along_axis(children.tokens, chosen, axis=1),
+        scores=scores,
+        pool_index=chosen + jnp.int32(level_start),
+        states=jnp.take_along_axis(outs, parent[:, :, None], axis=1),
+        bits=above | _own_bits(level * k, k, num_words),
+    )
+
+
+def _own_bits(first_row: int, num_rows: int, num_words: int) -> jax.Array:
+    """uint32 [num_rows, W]: row i names tree row first_row + i."""
+    row = first_row + jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    word = jnp.arange(num_words, dtype=jnp.int32)[None]
+    bit = jnp.uint32(1) << (row % 32).astype(jnp.uint32)
+    return jnp.where(row // 32 == word, bit, jnp.uint32(0))

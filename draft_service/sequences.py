@@ -1,0 +1,103 @@
+"""One sequence as the draft machine knows it: tokens, feature rows, rounds, and what it holds.
+
+`kv_len` here is physical: pairs in the head's pages. Pair t = (token t+1, feature t) is fed at
+place t - features_from, so that a sequence whose old features never came starts at place 0. (Rotary
+positions are relative: numbering from anywhere is right if the whole sequence agrees.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from common.types import DraftTree, SequenceState, TreeShape
+from draft_service.commands import Command
+from draft_service.events import GrownTree
+from draft_service.features import FeatureStore
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTree:
+    """A wish for a tree. `shape`: the most that may be sent. `since`: seconds, machine's clock."""
+
+    round: int
+    shape: TreeShape
+    since: float
+
+    @property
+    def is_root_only(self) -> bool:
+        return self.shape.max_nodes <= 1 or self.shape.max_depth < 1 or self.shape.top_k < 1
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DraftSequence:
+    """Mutable; only the machine and its parts touch it."""
+
+    sequence_id: bytes
+    epoch: int
+    stream: int  # the owner: trees go there
+    arrival: int  # order of Open; lower is older
+    tokens: list[int]  # committed
+    features_from: int
+    shape: TreeShape  # of Open, within the engine's
+    max_total_tokens: int
+    features: FeatureStore
+    next_round: int = 0
+
+    pending: PendingTree | None = None
+    grown: GrownTree | None = None  # unacknowledged
+    deferred: deque[tuple[int, Command]] = field(default_factory=deque)  # behind a running step
+
+    kv_len: int = 0
+    pages: list[int] = field(default_factory=list)
+    in_flight: bool = False
+    closed: bool = False
+    used_at: float = 0.0  # last Open, Extend or step
+    orphaned_since: float | None = None
+
+    @property
+    def committed_len(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs that a tree below the last token stands on."""
+        return max(0, self.committed_len - 1 - self.features_from)
+
+    @property
+    def num_missing(self) -> int:
+        """Pairs not in pages yet."""
+        return self.num_pairs - self.kv_len
+
+    @property
+    def num_feedable(self) -> int:
+        """Of the missing pairs, those whose features are there, without a gap."""
+        return min(self.num_missing, self.features.num_available)
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether every pair is in pages or can be fed."""
+        return self.num_feedable == self.num_missing
+
+    @property
+    def can_redo_last(self) -> bool:
+        """Whether the last pair, which is in pages, can be fed once more for its output."""
+        return self.kv_len > 0 and self.features.has(self.features_from + self.kv_len - 1)
+
+    @property
+    def state(self) -> SequenceState:
+        """What routers are told; `kv_len` is the position of the first feature row still wanted."""
+        return SequenceState(
+            epoch=self.epoch,
+            next_round=self.next_round,
+            committed_len=self.committed_len,
+            kv_len=self.features.available_until,
+        )
+
+    def acknowledge(self, acked_round: int) -> None:
+        """Forgets the tree that the router has."""
+        if self.grown is not None and self.grown.round <= acked_round:
+            self.grown = None
+
+    def root_only(self) -> DraftTree:
+        return DraftTree.root_only(self.tokens[-1])

@@ -1,0 +1,159 @@
+"""The draft engine against a reference that shares no code with it, and against itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.types import DraftTree, TreeShape
+from draft_service.engine import DeviceEngine
+from tests.parity.draft_reference import ReferenceHead, reference_tree
+from tests.parity.draft_tiny import (
+    VOCAB,
+    grow,
+    random_history,
+    tiny_engine,
+    tiny_head,
+    work,
+)
+
+PAGES = [7, 2, 30, 11, 5, 19]
+
+
+def reference_of(head: Any, params: Any) -> ReferenceHead:
+    spec = head.attention
+    return ReferenceHead(
+        params, spec.num_heads, spec.num_kv_heads, spec.head_dim, head.norm_eps, head.rope.theta
+    )
+
+
+def assert_same_tree(tree: DraftTree, nodes: list[tuple[int, int, float]]) -> None:
+    assert tree.tokens.tolist() == [token for token, _, _ in nodes]
+    assert tree.parents.tolist() == [parent for _, parent, _ in nodes]
+    np.testing.assert_allclose(tree.scores, [score for _, _, score in nodes], atol=2e-4)
+
+
+def assert_equal_trees(one: DraftTree, other: DraftTree) -> None:
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.parents.tolist() == other.parents.tolist()
+    np.testing.assert_allclose(one.scores, other.scores, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any, DeviceEngine]:
+    head, params = tiny_head(3)
+    engine = tiny_engine(head, params)
+    engine.warm_up()
+    return head, params, engine
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        TreeShape(max_depth=1, top_k=4, max_nodes=4),
+        TreeShape(max_depth=4, top_k=1, max_nodes=5),
+        TreeShape(max_depth=4, top_k=3, max_nodes=12),
+        TreeShape(max_depth=6, top_k=8, max_nodes=60),  # two words of ancestor bits
+    ],
+)
+def test_tree_equals_the_reference(shape: TreeShape) -> None:
+    for seed in range(3):
+        head, params = tiny_head(seed)
+        engine = tiny_engine(head, params, tree=shape, max_sequences=1)
+        tokens, features = random_history(seed, 5)
+        tree = grow(engine, tokens, features, [], PAGES)
+        nodes = reference_tree(
+            reference_of(head, params), tokens, features, shape.max_depth, shape.top_k,
+            shape.max_nodes,
+        )  # fmt: skip
+        assert_same_tree(tree, nodes)
+        tree.validate(VOCAB, shape.max_nodes)
+
+
+def test_every_prefix_is_a_tree_and_scores_fall(tiny: Any) -> None:
+    _, _, engine = tiny
+    tokens, features = random_history(1, 5)
+    tree = grow(engine, tokens, features, [], PAGES)
+    assert (np.diff(tree.scores) <= 0).all()
+    for size in range(1, tree.num_nodes + 1):
+        tree.prefix(size).validate(VOCAB, size)
+
+
+@pytest.mark.parametrize("cuts", [[9], [1, 2, 3, 11], [6, 10]])
+def test_chunked_extension_equals_whole(tiny: Any, cuts: list[int]) -> None:
+    head, params, engine = tiny
+    tokens, features = random_history(2, 14)
+    nodes = reference_tree(reference_of(head, params), tokens, features, 4, 3, 12)
+    assert_same_tree(grow(engine, tokens, features, cuts, PAGES), nodes)
+
+
+def test_tree_states_never_enter_the_pages(tiny: Any) -> None:
+    """After any history of rounds the tree is that of true features alone: from scratch."""
+    head, params, engine = tiny
+    random = np.random.default_rng(0)
+    tokens, features = random_history(4, 20)
+    fed, length = 0, 4
+    while length <= 20:
+        outcome = engine.run([work(tokens[:length], features, fed, length - 1, PAGES, True)])
+        nodes = reference_tree(
+            reference_of(head, params), tokens[:length], features[: length - 1], 4, 3, 12
+        )
+        assert_same_tree(outcome[0].tree, nodes)
+        fed = length - 1
+        if random.random() < 0.3:  # roll back, and go on with other tokens
+            length = int(random.integers(3, length + 1))
+            fresh, fresh_features = random_history(int(random.integers(99)), 20)
+            tokens[length - 1 :] = fresh[length - 1 :]
+            features[length - 1 :] = fresh_features[length - 1 :]
+            fed = length - 2
+        length += int(random.integers(1, 4))
+
+
+def test_sequences_of_a_step_do_not_touch_each_other(tiny: Any) -> None:
+    _, _, engine = tiny
+    one, one_features = random_history(5, 4)
+    two, two_features = random_history(6, 5)
+    alone = [
+        grow(engine, one, one_features, [], [1, 2]),
+        grow(engine, two, two_features, [], [3, 4]),
+    ]
+    together = engine.run(
+        [
+            work(one, one_features, 0, 3, [1, 2], True),
+            work(two, two_features, 0, 4, [3, 4], True),
+        ]
+    )
+    for tree, outcome in zip(alone, together, strict=True):
+        assert_equal_trees(outcome.tree, tree)
+    assert engine.compiles_after_warm_up == 0
+
+
+def test_not_a_number_in_features_costs_the_tree_alone(tiny: Any) -> None:
+    _, _, engine = tiny
+    tokens, features = random_history(7, 5)
+    before = grow(engine, tokens, features, [], [1, 2])
+    poisoned = features.copy()
+    poisoned[2] = np.nan
+    tree = grow(engine, tokens, poisoned, [], [8, 9])
+    assert tree.num_nodes == 1 and tree.tokens.tolist() == [tokens[-1]]
+    # The pages that it leaves behind hold NaN; whoever gets them next must not see it.
+    assert_equal_trees(grow(engine, tokens, features, [], [8, 9]), before)
+
+
+def test_multi_layer_head_drafts_the_same_in_chunks_and_whole() -> None:
+    head, params = tiny_head(8, num_layers=2)
+    engine = tiny_engine(head, params, max_draft_rows=8)
+    tokens, features = random_history(8, 8)
+    whole = grow(engine, tokens, features, [], PAGES)
+    assert_equal_trees(grow(engine, tokens, features, [2, 5], PAGES), whole)
+
+
+def test_works_beyond_the_largest_bucket_are_refused_before_anything_runs(tiny: Any) -> None:
+    _, _, engine = tiny
+    tokens, features = random_history(9, 30)
+    with pytest.raises(ValueError, match=r"29 rows in a step; at most 2 and 8"):
+        engine.run([work(tokens, features, 0, 29, list(range(8)), True)])
+    with pytest.raises(ValueError, match=r"page_ids: 1 pages of 4 hold 4 pairs; 0 \+ 5"):
+        engine.run([work(tokens, features, 0, 5, [0], False)])

@@ -1,0 +1,128 @@
+"""A step's works laid out for the device: flattened rows, padded here and nowhere else.
+
+T rows (all blocks one behind the other), N logit rows (the trees' nodes, roots included), B slots
+of sequences, P pages of a sequence, W words of ancestor bits, S stop tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from common.packing import Field, Packing
+from verify_service.step import SequenceWork
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The padded sizes of one compiled program."""
+
+    num_rows: int  # T
+    num_nodes: int  # N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """The sizes that all programs of an engine share."""
+
+    max_sequences: int  # B
+    pages_per_sequence: int  # P
+    ancestor_words: int  # W
+    max_stop_tokens: int  # S
+    max_depth: int  # most accepted nodes of a round
+
+    def packing(self, bucket: Bucket) -> Packing:
+        """The one transfer of a step in this bucket."""
+        b, t, n = self.max_sequences, bucket.num_rows, bucket.num_nodes
+        return Packing(
+            Field("tokens", (t,)),
+            Field("positions", (t,)),
+            Field("row_sequence", (t,)),
+            Field("row_is_causal", (t,)),  # 1: committed whatever is picked
+            Field("ancestors", (t, self.ancestor_words), "uint32"),
+            Field("node_rows", (n,)),  # the row of each node
+            Field("node_parents", (n,)),  # as a node; -1 at roots
+            Field("node_sequence", (n,)),  # -1 in padding
+            Field("starts", (b + 1,)),
+            Field("kv_lens", (b,)),
+            Field("num_causal", (b,)),
+            Field("page_table", (b, self.pages_per_sequence)),
+            Field("stop_tokens", (b, self.max_stop_tokens)),  # -1 padded
+            Field("temperature", (b,), "float32"),
+            Field("top_k", (b,)),
+            Field("top_p", (b,), "float32"),
+            Field("min_p", (b,), "float32"),
+            Field("seed_lo", (b,), "uint32"),
+            Field("seed_hi", (b,), "uint32"),
+        )
+
+
+def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> npt.NDArray[np.int32]:
+    """The buffer of `shape.packing(bucket)`; the works lie in their order, slot i = work i."""
+    packing = shape.packing(bucket)
+    buffer = np.zeros(packing.size, np.int32)
+    v = packing.views(buffer)
+    v["node_sequence"][:] = -1
+    v["node_parents"][:] = -1
+    v["stop_tokens"][:] = -1
+    v["top_p"][:] = 1.0
+    row = node = 0
+    for slot, work in enumerate(works):
+        n, causal = work.num_rows, work.num_causal
+        rows = slice(row, row + n)
+        v["tokens"][rows] = work.tokens
+        v["positions"][rows] = work.kv_len + _offsets(work)
+        v["row_sequence"][rows] = slot
+        v["row_is_causal"][row : row + causal] = 1
+        v["ancestors"][row + causal : row + n] = _ancestor_words(work, shape.ancestor_words)
+        if work.samples:
+            root = row + causal - 1
+            count = work.num_nodes
+            v["node_rows"][node : node + count] = np.arange(root, root + count)
+            v["node_parents"][node + 1 : node + count] = work.parents[causal:] - (causal - 1) + node
+            v["node_sequence"][node : node + count] = slot
+            node += count
+        _pack_sequence(v, slot, work)
+        row += n
+        v["starts"][slot + 1] = row
+    v["starts"][len(works) + 1 :] = row
+    return buffer
+
+
+def _pack_sequence(v: dict[str, npt.NDArray[np.generic]], slot: int, work: SequenceWork) -> None:
+    v["kv_lens"][slot] = work.kv_len
+    v["num_causal"][slot] = work.num_causal
+    v["page_table"][slot, : work.page_ids.size] = work.page_ids
+    sampling = work.sampling
+    if not sampling.ignore_eos:
+        v["stop_tokens"][slot, : len(work.stop_tokens)] = work.stop_tokens
+    v["temperature"][slot] = sampling.temperature
+    v["top_k"][slot] = min(sampling.top_k, 2**31 - 1)
+    v["top_p"][slot] = sampling.top_p
+    v["min_p"][slot] = sampling.min_p
+    v["seed_lo"][slot] = sampling.seed & 0xFFFFFFFF
+    v["seed_hi"][slot] = sampling.seed >> 32
+
+
+def _offsets(work: SequenceWork) -> npt.NDArray[np.int32]:
+    """Position of each row of a block relative to its first."""
+    offsets = np.arange(work.num_rows, dtype=np.int32)
+    for row in range(work.num_causal, work.num_rows):
+        offsets[row] = offsets[work.parents[row]] + 1
+    return offsets
+
+
+def _ancestor_words(work: SequenceWork, num_words: int) -> npt.NDArray[np.uint32]:
+    """uint32 [tree nodes below the root, W]: bit k stands for block row num_causal + k."""
+    causal = work.num_causal
+    count = work.num_rows - causal
+    words = np.zeros((count, num_words), np.uint32)
+    for node in range(count):
+        parent = int(work.parents[causal + node]) - causal
+        if parent >= 0:
+            words[node] = words[parent]
+        words[node, node // 32] |= np.uint32(1 << (node % 32))
+    return words

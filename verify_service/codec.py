@@ -1,0 +1,216 @@
+"""Between wire messages and the machine's commands and events: the only code here that knows both.
+
+A command that cannot be read becomes a `Failed` event of its own sequence; nothing a router sends
+ends its stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+import numpy as np
+
+from canopy.v1 import types_pb2, verify_pb2
+from common.tensors import FeaturePiece
+from common.types import DraftTree, ErrorCode, SamplingParams, SequenceFailure, SequenceState
+from verify_service.commands import (
+    NO_ROUND,
+    Attach,
+    Close,
+    Command,
+    Open,
+    ReplayFeatures,
+    Rollback,
+    VerifyTree,
+)
+from verify_service.events import Closed, Event, Failed, Preempted, RoundDone, StateReport
+
+SEQUENCE_ID_BYTES = 16
+
+
+class _Base(TypedDict):
+    """What every command has."""
+
+    sequence_id: bytes
+    epoch: int
+    acked_round: int
+
+
+def decode_request(
+    stream: int, request: verify_pb2.VerifyRequest
+) -> tuple[list[Command], list[Event]]:
+    """The frame's commands, and an error for each that could not be read."""
+    commands: list[Command] = []
+    errors: list[Event] = []
+    for message in request.commands:
+        try:
+            commands.append(_command(message))
+        except SequenceFailure as failure:
+            errors.append(
+                Failed(
+                    stream=stream,
+                    sequence_id=message.sequence_id,
+                    epoch=message.epoch,
+                    code=failure.code,
+                    message=failure.message,
+                    round=failure.round,
+                    state=failure.state,
+                )
+            )
+    return commands, errors
+
+
+def encode_events(events: Iterable[Event]) -> verify_pb2.VerifyResponse:
+    return verify_pb2.VerifyResponse(events=[_event(event) for event in events])
+
+
+def encode_pieces(pieces: Iterable[FeaturePiece]) -> verify_pb2.ReceiveFeaturesResponse:
+    return verify_pb2.ReceiveFeaturesResponse(
+        blocks=[
+            types_pb2.FeatureBlock(
+                sequence_id=piece.sequence_id,
+                epoch=piece.epoch,
+                position=piece.position,
+                num_rows=piece.num_rows,
+                row_width=piece.row_width,
+                dtype=f"FEATURE_DTYPE_{piece.dtype.name}",
+                data=piece.data,
+            )
+            for piece in pieces
+        ]
+    )
+
+
+def _invalid(message: str, round_: int = 0) -> SequenceFailure:
+    return SequenceFailure(ErrorCode.INVALID, message, round_=round_)
+
+
+def _command(message: verify_pb2.VerifyCommand) -> Command:
+    sequence_id = message.sequence_id
+    if len(sequence_id) != SEQUENCE_ID_BYTES:
+        raise _invalid(f"sequence_id: {len(sequence_id)} bytes; must be {SEQUENCE_ID_BYTES}")
+    epoch = message.epoch
+    acked = message.acked_round if message.HasField("acked_round") else NO_ROUND
+    base = _Base(sequence_id=sequence_id, epoch=epoch, acked_round=acked)
+    match message.WhichOneof("command"):
+        case "open":
+            return _open(base, message.open)
+        case "attach":
+            known = message.attach.HasField("features_from")
+            return Attach(**base, features_from=message.attach.features_from if known else None)
+        case "verify_tree":
+            body = message.verify_tree
+            tree = _tree(body.tree, body.round)
+            return VerifyTree(**base, round=body.round, kv_len=body.kv_len, tree=tree)
+        case "rollback":
+            cut = message.rollback
+            return Rollback(**base, committed_len=cut.committed_len, round=cut.round)
+        case "close":
+            return Close(**base)
+        case "replay_features":
+            return ReplayFeatures(**base, position=message.replay_features.position)
+        case _:
+            raise _invalid("command: none given, or one that this version does not know")
+
+
+def _open(base: _Base, body: verify_pb2.VerifyOpen) -> Open:
+    if body.choice_index:
+        message = f"choice_index: {body.choice_index}; only 0 is built"
+        raise SequenceFailure(ErrorCode.UNIMPLEMENTED, message, round_=body.round)
+    return Open(
+        **base,
+        tokens=tuple(body.tokens),
+        num_prompt_tokens=body.num_prompt_tokens,
+        sampling=_sampling(body.sampling, body.round),
+        stop_tokens=tuple(body.stop_token_ids),
+        max_total_tokens=body.max_total_tokens,
+        round=body.round,
+        wants_features=body.wants_features,
+    )
+
+
+def _sampling(body: types_pb2.SamplingParams, round_: int) -> SamplingParams:
+    """Raises UNIMPLEMENTED for options that are known and not built, if they would do something."""
+    neutral = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    for name, value in neutral.items():
+        if body.HasField(name) and getattr(body, name) != value:
+            message = f"sampling.{name}: {getattr(body, name)}; penalties are not built"
+            raise SequenceFailure(ErrorCode.UNIMPLEMENTED, message, round_=round_)
+    if body.logit_bias:
+        message = "sampling.logit_bias: not built"
+        raise SequenceFailure(ErrorCode.UNIMPLEMENTED, message, round_=round_)
+    if body.min_tokens:
+        message = f"sampling.min_tokens: {body.min_tokens}; not built"
+        raise SequenceFailure(ErrorCode.UNIMPLEMENTED, message, round_=round_)
+    sampling = SamplingParams(
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p if body.HasField("top_p") else 1.0,
+        min_p=body.min_p,
+        seed=body.seed,
+        ignore_eos=body.ignore_eos,
+    )
+    if not sampling.is_greedy and not body.HasField("seed"):
+        raise _invalid(
+            "sampling.seed: unset at a temperature above 0; the router chooses one", round_
+        )
+    return sampling
+
+
+def _tree(body: types_pb2.DraftTree, round_: int) -> DraftTree:
+    try:
+        tokens = np.array(body.tokens, np.int64)
+        parents = np.array(body.parents, np.int64)
+        if max(tokens.max(initial=0), parents.max(initial=0)) >= 2**31:
+            raise ValueError("tree: a token or parent is 2**31 or more")
+        narrow = parents.astype(np.int32)
+        narrow[:1] = -1  # parents[0] means nothing on the wire
+        return DraftTree(tokens.astype(np.int32), narrow, np.array(body.scores, np.float32))
+    except ValueError as error:
+        raise _invalid(str(error), round_) from error
+
+
+def _state(state: SequenceState) -> types_pb2.SequenceState:
+    return types_pb2.SequenceState(
+        epoch=state.epoch,
+        next_round=state.next_round,
+        committed_len=state.committed_len,
+        kv_len=state.kv_len,
+    )
+
+
+def _event(event: Event) -> verify_pb2.VerifyEvent:
+    message = verify_pb2.VerifyEvent(sequence_id=event.sequence_id, epoch=event.epoch)
+    match event:
+        case StateReport():
+            message.state.CopyFrom(_state(event.state))
+        case RoundDone():
+            result = event.result
+            message.result.CopyFrom(
+                verify_pb2.VerifyResult(
+                    round=result.round,
+                    kv_len=result.kv_len,
+                    tokens=result.tokens,
+                    pick_margins=result.margins,
+                    num_nodes=result.num_nodes,
+                    accepted_nodes=result.accepted_nodes,
+                    logprobs=result.logprobs,
+                    step_seconds=result.step_seconds,
+                    queue_seconds=result.queue_seconds,
+                )
+            )
+        case Failed():
+            message.error.CopyFrom(
+                types_pb2.SequenceError(
+                    code=f"SEQUENCE_ERROR_CODE_{event.code.name}",
+                    message=event.message,
+                    round=event.round,
+                    state=_state(event.state),
+                )
+            )
+        case Preempted():
+            message.preempted.SetInParent()
+        case Closed():
+            message.closed.SetInParent()
+    return message

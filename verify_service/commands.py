@@ -1,0 +1,77 @@
+"""What a router can ask of the verify machine, as plain frozen values. `codec.py` makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from common.types import DraftTree, SamplingParams
+
+NO_ROUND = -1
+"""`acked_round` when nothing is acknowledged yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Addressed:
+    """`epoch`: the link epoch. `acked_round`: last round whose result the router has."""
+
+    sequence_id: bytes
+    epoch: int
+    acked_round: int = NO_ROUND
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open(_Addressed):
+    """Begins a sequence, or re-begins it after a loss, with all its tokens so far.
+
+    `tokens`: prompt and what was emitted before, at least one. `round`: the round that rides on the
+    prefill's last chunk. `stop_tokens`: where the walk stops. `max_total_tokens`: never more than
+    these.
+    """
+
+    tokens: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    max_total_tokens: int
+    stop_tokens: tuple[int, ...] = ()
+    round: int = 0
+    wants_features: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach(_Addressed):
+    """Takes the sequence over after a reconnect. `features_from` None: of replayed results."""
+
+    features_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyTree(_Addressed):
+    """One round. `kv_len`: where the root's KV row goes."""
+
+    round: int
+    kv_len: int
+    tree: DraftTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback(_Addressed):
+    """Cuts to `committed_len` tokens; `round` is the next one."""
+
+    committed_len: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close(_Addressed):
+    """Ends the sequence and frees what it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayFeatures(_Addressed):
+    """Sends features again from `position`, or from the oldest row still held."""
+
+    position: int
+
+
+Command: TypeAlias = Open | Attach | VerifyTree | Rollback | Close | ReplayFeatures

@@ -1,0 +1,283 @@
+"""The target on a device: one compiled program per bucket takes trees and gives tokens.
+
+Embed rows at their positions -> layers, attending the paged prefix and the step's own block ->
+logits of the nodes -> the target's pick per node -> walk -> K/V of committed rows into pages.
+Deferred commit: a rejected branch never touches the pages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from common.log import get_logger
+from kernels.backend import Backend
+from kernels.chips import Chip
+from kernels.kv_commit.api import kv_commit
+from kernels.kv_layout import pages_bytes, pages_shape
+from kernels.sample_and_accept.api import sample_and_accept
+from kernels.sample_and_accept.types import SamplerParams
+from kernels.tree_attention.api import tree_attention
+from models.config import TargetConfig
+from models.layers import Params
+from models.target import target_forward, target_logits
+from verify_service.batch import BatchShape, Bucket, pack
+from verify_service.step import SequenceOutcome, SequenceWork
+
+_logger = get_logger("verify.engine")
+
+ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+ALL_NODES_UP_TO_ROWS = 64
+"""Up to here every row may be a node; larger steps are mostly prefill and have few nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes of an engine. `max_rows`: rows of the largest step, a bucket's size."""
+
+    num_pages: int
+    page_size: int  # tokens
+    max_sequences: int  # in one step
+    max_context_len: int  # tokens of one sequence
+    max_tree_nodes: int  # root included
+    max_depth: int = 16
+    max_rows: int = 256
+    min_rows: int = 1  # 8 on TPU: one-row matrix products take another, slower path there
+    max_stop_tokens: int = 80
+    backend: Backend = Backend.XLA
+    chip: Chip | None = None
+
+    @property
+    def shape(self) -> BatchShape:
+        return BatchShape(
+            max_sequences=self.max_sequences,
+            pages_per_sequence=-(-self.max_context_len // self.page_size),
+            ancestor_words=max(1, -(-(self.max_tree_nodes - 1) // 32)),
+            max_stop_tokens=self.max_stop_tokens,
+            max_depth=self.max_depth,
+        )
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every bucket that a step may take, smallest first."""
+        sizes = [s for s in ROW_BUCKETS if self.min_rows <= s <= self.max_rows]
+        table: list[Bucket] = []
+        for size in sizes:
+            if size <= ALL_NODES_UP_TO_ROWS:
+                table.append(Bucket(size, size))
+            else:
+                few = [n for n in (8, ALL_NODES_UP_TO_ROWS) if n < size]
+                table.extend(Bucket(size, n) for n in (*few, size))
+        return tuple(table)
+
+
+class DeviceEngine:
+    """Implements `step.VerifyEngine`. Called from one thread."""
+
+    def __init__(self, target: TargetConfig, params: Params, config: EngineConfig) -> None:
+        self.target, self.config = target, config
+        self._params = params
+        shape = pages_shape(
+            num_layers=target.num_layers,
+            num_pages=config.num_pages,
+            kv_heads=target.num_kv_heads,
+            page_size=config.page_size,
+            head_dim=target.head_dim,
+        )
+        self._pages = jnp.zeros(shape, target.dtype)
+        self.pages_bytes = pages_bytes(shape, target.dtype)
+        self._buckets = config.buckets()
+        self._programs: dict[Bucket, Any] = {}
+        self._warm = False
+        self.compiles_after_warm_up = 0
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every bucket's program."""
+        for done, bucket in enumerate(self._buckets, start=1):
+            self._program(bucket)
+            if progress is not None:
+                progress(done, len(self._buckets))
+        self._warm = True
+
+    def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
+        """See `step.VerifyEngine.run`."""
+        if not works:
+            return []
+        bucket = self._bucket_for(works)
+        buffer = pack(works, self.config.shape, bucket)
+        program = self._program(bucket)
+        self._pages, small, features = program(self._params, self._pages, buffer)
+        wanted = any(work.wants_features for work in works)
+        if wanted:
+            features.copy_to_host_async()
+        accepted = jax.device_get(small)
+        rows = np.asarray(features) if wanted else None
+        return _outcomes(works, accepted, rows)
+
+    def _bucket_for(self, works: Sequence[SequenceWork]) -> Bucket:
+        """The smallest bucket that holds the works. Raises ValueError naming what is too large."""
+        config = self.config
+        if len(works) > config.max_sequences:
+            raise ValueError(f"works: {len(works)} in a step; at most {config.max_sequences}")
+        for work in works:
+            work.validate(self.target.vocab_size, config.page_size)
+            if work.page_ids.size > config.shape.pages_per_sequence:
+                raise ValueError(
+                    f"page_ids: {work.page_ids.size}; at most {config.shape.pages_per_sequence}"
+                )
+            if work.num_nodes > config.max_tree_nodes or work.max_depth > config.max_depth:
+                raise ValueError(
+                    f"tree: {work.num_nodes} nodes, depth {work.max_depth};"
+                    f" at most {config.max_tree_nodes} and {config.max_depth}"
+                )
+            if len(work.stop_tokens) > config.max_stop_tokens:
+                raise ValueError(
+                    f"stop_tokens: {len(work.stop_tokens)}; at most {config.max_stop_tokens}"
+                )
+        num_rows = sum(work.num_rows for work in works)
+        num_nodes = sum(work.num_nodes for work in works)
+        for bucket in self._buckets:
+            if bucket.num_rows >= num_rows and bucket.num_nodes >= num_nodes:
+                return bucket
+        raise ValueError(f"works: {num_rows} rows in a step; at most {config.max_rows}")
+
+    def _program(self, bucket: Bucket) -> Any:
+        if bucket in self._programs:
+            return self._programs[bucket]
+        if self._warm:
+            self.compiles_after_warm_up += 1
+            _logger.warning("compile after warm-up", rows=bucket.num_rows, nodes=bucket.num_nodes)
+        begun = time.monotonic()
+        packing = self.config.shape.packing(bucket)
+        step = jax.jit(self._make_step(bucket), donate_argnums=(1,))
+        program = step.lower(self._params, self._pages, np.zeros(packing.size, np.int32)).compile()
+        seconds = round(time.monotonic() - begun, 2)
+        _logger.info("compiled", rows=bucket.num_rows, nodes=bucket.num_nodes, seconds=seconds)
+        self._programs[bucket] = program
+        return program
+
+    def _make_step(self, bucket: Bucket) -> Callable[..., Any]:
+        """(params, pages, buffer) -> (pages, small arrays, features [T, F])."""
+        target, config, shape = self.target, self.config, self.config.shape
+        packing = shape.packing(bucket)
+
+        def step(params: Params, pages: jax.Array, buffer: jax.Array) -> Any:
+            x = {
+                field.name: lax.bitcast_convert_type(
+                    buffer[span].reshape(field.shape), jnp.dtype(field.dtype)
+                )
+                for field, span in packing.spans()
+            }
+
+            def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
+                return tree_attention(
+                    q,
+                    block_kv,
+                    pages,
+                    layer,
+                    x["page_table"],
+                    x["kv_lens"],
+                    x["starts"],
+                    x["starts"],
+                    x["num_causal"],
+                    x["ancestors"],
+                    jnp.zeros_like(x["kv_lens"]),
+                    scale=target.attention_scale,
+                    window=target.windows[layer],
+                    backend=config.backend,
+                    chip=config.chip,
+                )
+
+            hidden, block_kv, features = target_forward(
+                target, params, x["tokens"], x["positions"], attend
+            )
+            accepted = self._sample(params, hidden, x)
+            committed = _committed_rows(x, accepted.accepted, bucket.num_rows)
+            new_pages = kv_commit(
+                pages,
+                block_kv,
+                x["page_table"],
+                x["row_sequence"],
+                x["positions"],
+                committed,
+                backend=Backend.XLA,
+            )
+            small = {
+                "accepted": accepted.accepted,
+                "num_accepted": accepted.num_accepted,
+                "emitted": accepted.emitted,
+                "margins": accepted.emitted_margins,
+                "logprobs": accepted.emitted_logprobs,
+            }
+            return new_pages, small, features
+
+        return step
+
+    def _sample(self, params: Params, hidden: jax.Array, x: dict[str, jax.Array]) -> Any:
+        rows = x["node_rows"]
+        logits = target_logits(self.target, params, hidden[rows])
+        return sample_and_accept(
+            logits,
+            x["tokens"][rows],
+            x["node_parents"],
+            x["positions"][rows] + 1,
+            x["node_sequence"],
+            SamplerParams(
+                temperature=x["temperature"],
+                top_k=x["top_k"],
+                top_p=x["top_p"],
+                min_p=x["min_p"],
+                seed_lo=x["seed_lo"],
+                seed_hi=x["seed_hi"],
+            ),
+            x["stop_tokens"],
+            max_depth=self.config.max_depth,
+            backend=Backend.XLA,
+        )
+
+
+def _committed_rows(x: dict[str, jax.Array], accepted: jax.Array, num_rows: int) -> jax.Array:
+    """bool [T]: causal rows, and rows of the accepted paths (`accepted` [B, D]: nodes, -1 padded)."""
+    beyond = jnp.int32(num_rows)
+    rows = jnp.where(accepted >= 0, x["node_rows"][jnp.maximum(accepted, 0)], beyond)
+    causal = x["row_is_causal"] > 0
+    return causal.at[rows.reshape(-1)].set(True, mode="drop")
+
+
+def _outcomes(
+    works: Sequence[SequenceWork], accepted: dict[str, Any], features: Any
+) -> list[SequenceOutcome]:
+    """Cuts the step's arrays into the works' outcomes. `features` [T, F] on the host, or None."""
+    outcomes = []
+    row = node = 0
+    for slot, work in enumerate(works):
+        count = int(accepted["num_accepted"][slot]) if work.samples else 0
+        emitted = accepted["emitted"][slot, : count + 1]
+        if not work.samples or emitted[0] < 0:
+            emitted = emitted[:0]
+        num_emitted = emitted.size
+        path = accepted["accepted"][slot, :count] - node
+        rows = None
+        if features is not None and work.wants_features:
+            causal = np.arange(row, row + work.num_causal)
+            rows = features[np.concatenate([causal, row + work.num_causal - 1 + path])]
+        outcomes.append(
+            SequenceOutcome(
+                tokens=emitted,
+                margins=accepted["margins"][slot, :num_emitted],
+                logprobs=accepted["logprobs"][slot, :num_emitted],
+                accepted_nodes=path.astype(np.int32),
+                num_nodes=work.num_nodes,
+                num_committed=work.num_causal + count,
+                features=rows,
+            )
+        )
+        row += work.num_rows
+        node += work.num_nodes
+    return outcomes

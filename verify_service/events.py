@@ -1,0 +1,74 @@
+"""What the verify machine says, as plain frozen values. `codec.py` puts them on the wire.
+
+Every event names the stream it goes to: results to the owner of the sequence, errors and answers to
+whoever asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from common.types import ErrorCode, SequenceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Addressed:
+    stream: int
+    sequence_id: bytes
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundResult:
+    """What one round emitted; kept until it is acknowledged.
+
+    `kv_len`: before the round, so that `tokens[i]` stands at position kv_len + 1 + i. `tokens`: the
+    accepted path and the bonus. `margins`, `logprobs`: one per token. `accepted_nodes`: indices
+    into the tree as the router sent it. `num_nodes`: verified, root included.
+    """
+
+    round: int
+    kv_len: int
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+    logprobs: tuple[float, ...] = ()
+    accepted_nodes: tuple[int, ...] = ()
+    num_nodes: int = 1
+    step_seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReport(_Addressed):
+    """Answers Open, Attach and Rollback."""
+
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundDone(_Addressed):
+    result: RoundResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(_Addressed):
+    """One command failed. `epoch` is the command's; `state.epoch` the sequence's."""
+
+    code: ErrorCode
+    message: str
+    round: int
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted(_Addressed):
+    """Put out for want of pages or a slot; recomputed later, and the pending round still runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed(_Addressed):
+    pass
+
+
+Event: TypeAlias = StateReport | RoundDone | Failed | Preempted | Closed

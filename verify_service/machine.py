@@ -1,0 +1,406 @@
+"""The verify machine: every rule of the verify protocol, without I/O.
+
+Commands of routers come in with the stream they came on, events go out with the stream they go to;
+time is an argument. Between them stand steps: `plan` says what the device should run next, `retire`
+takes what came of it. The machine never blocks, never raises for what a router sent, and knows
+neither protobuf nor jax. One thread at a time.
+
+Epochs, per sequence: Open, Attach and Rollback with a greater epoch are performed, after any
+running step that holds the sequence; with an equal one the present state is returned and nothing
+done; with a smaller one refused. Rounds: each is run once; asked again, the stored answer is
+returned whatever tree came with the question.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState
+from verify_service import checks
+from verify_service.commands import (
+    NO_ROUND,
+    Attach,
+    Close,
+    Command,
+    Open,
+    ReplayFeatures,
+    Rollback,
+    VerifyTree,
+)
+from verify_service.events import Closed, Event, Failed, RoundDone, StateReport
+from verify_service.features import FeatureWindow
+from verify_service.limits import VerifyLimits
+from verify_service.pages import PageCounts
+from verify_service.registry import Registry
+from verify_service.residency import Residency
+from verify_service.sequences import PendingRound, VerifySequence
+from verify_service.step import SequenceOutcome, SequenceWork
+from verify_service.stepper import Plan, Stepper
+
+MAX_DEFERRED = 16
+"""Commands of one sequence that may wait behind a running step."""
+
+
+class VerifyMachine:
+    def __init__(self, limits: VerifyLimits) -> None:
+        self._limits = limits
+        self._residency = Residency(limits)
+        self._registry = Registry(limits, self._residency)
+        self._stepper = Stepper(limits, self._registry, self._residency)
+        self._with_features: dict[bytes, None] = {}  # sequences with rows to send, in turn
+        self._draining = False
+
+    # -- what the service sees of it
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._registry)
+
+    @property
+    def num_residents(self) -> int:
+        return len(self._residency)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences with a round to run and no room yet."""
+        return len(self._registry.waiting())
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._stepper.num_in_flight
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether a round waits for a step, be there room for it or not."""
+        return self._registry.has_ready
+
+    def expects_more(self, now: float, within_seconds: float) -> bool:
+        """Whether a sequence ended its round so lately that its next is likely on the way."""
+        return any(
+            sequence.pending is None
+            and sequence.orphaned_since is None
+            and now - sequence.paused_since < within_seconds
+            for sequence in self._residency
+        )
+
+    @property
+    def page_counts(self) -> PageCounts:
+        return self._residency.counts
+
+    def check_balance(self) -> None:
+        """Raises AssertionError unless pages, references and slots all add up."""
+        self._residency.check()
+
+    # -- streams and time
+
+    def connect(self, stream: int) -> None:
+        self._registry.connect(stream)
+
+    def disconnect(self, stream: int, now: float) -> None:
+        """Its sequences are kept for the grace time."""
+        self._registry.disconnect(stream, now)
+
+    def tick(self, now: float) -> None:
+        """Frees what nobody came back for."""
+        for sequence in self._registry.expire(now):
+            self._with_features.pop(sequence.sequence_id, None)
+
+    def drain(self) -> None:
+        """Takes no new sequences from now on; those that are open go on."""
+        self._draining = True
+
+    # -- commands
+
+    def handle(self, stream: int, commands: Iterable[Command], now: float) -> list[Event]:
+        """Performs a frame's commands in order; each failure is an event of its own."""
+        events: list[Event] = []
+        for command in commands:
+            self._take(stream, command, now, events)
+        return events
+
+    def _take(self, stream: int, command: Command, now: float, events: list[Event]) -> None:
+        sequence = self._registry.get(command.sequence_id)
+        try:
+            if sequence is not None and _must_wait(sequence, command):
+                if len(sequence.deferred) >= MAX_DEFERRED:
+                    message = f"{MAX_DEFERRED} commands wait behind a running step already"
+                    raise SequenceFailure(ErrorCode.OVERLOADED, message, sequence.state)
+                sequence.deferred.append((stream, command))
+                return
+            self._perform(stream, command, now, events)
+        except SequenceFailure as failure:
+            events.append(
+                Failed(
+                    stream=stream,
+                    sequence_id=command.sequence_id,
+                    epoch=command.epoch,
+                    code=failure.code,
+                    message=failure.message,
+                    round=failure.round,
+                    state=failure.state,
+                )
+            )
+
+    def _perform(self, stream: int, command: Command, now: float, events: list[Event]) -> None:
+        match command:
+            case Open():
+                self._open(stream, command, now, events)
+            case Attach():
+                self._attach(stream, command, now, events)
+            case VerifyTree():
+                self._verify_tree(stream, command, now, events)
+            case Rollback():
+                self._rollback(stream, command, now, events)
+            case ReplayFeatures():
+                self._replay_features(stream, command)
+            case Close():
+                self._close(stream, command, now, events)
+
+    def _open(self, stream: int, command: Open, now: float, events: list[Event]) -> None:
+        sequence = self._registry.get(command.sequence_id)
+        if sequence is not None and not self._is_new_epoch(sequence, command):
+            events.append(_state_report(stream, sequence))
+            return
+        buried = self._registry.tombstone(command.sequence_id)
+        if buried is not None and command.epoch <= buried:
+            self._registry.need(command.sequence_id, command.round)
+        if self._draining:
+            message = "the service drains; open the sequence on another one"
+            raise SequenceFailure(ErrorCode.NOT_SERVING, message, round_=command.round)
+        checks.check_open(command, self._limits)
+        most = self._limits.max_sequences + self._limits.max_waiting_sequences
+        if len(self._registry) - (sequence is not None) >= most:
+            message = f"the waiting queue is full: {most} sequences are open; try again later"
+            raise SequenceFailure(ErrorCode.OVERLOADED, message, round_=command.round)
+        if sequence is not None:
+            self._registry.forget(sequence)
+        fresh = self._new_sequence(stream, command, now)
+        self._registry.add(fresh)
+        events.append(_state_report(stream, fresh))
+
+    def _new_sequence(self, stream: int, command: Open, now: float) -> VerifySequence:
+        sequence = VerifySequence(
+            sequence_id=command.sequence_id,
+            epoch=command.epoch,
+            stream=stream,
+            arrival=self._registry.next_arrival(),
+            tokens=list(command.tokens),
+            num_prompt_tokens=command.num_prompt_tokens,
+            sampling=command.sampling,
+            stop_tokens=command.stop_tokens,
+            max_total_tokens=command.max_total_tokens,
+            wants_features=command.wants_features,
+            next_round=command.round,
+            window=FeatureWindow(self._limits.feature_window_tokens),
+            pending=PendingRound.root_only(command.round, command.tokens[-1], now),
+        )
+        self._registry.hand_over(sequence, stream, command.epoch, now)
+        return sequence
+
+    def _attach(self, stream: int, command: Attach, now: float, events: list[Event]) -> None:
+        sequence = self._registry.need(command.sequence_id)
+        if not self._is_new_epoch(sequence, command):
+            events.append(_state_report(stream, sequence))
+            return
+        self._acknowledge(sequence, command)
+        self._registry.hand_over(sequence, stream, command.epoch, now)
+        events.append(_state_report(stream, sequence))
+        events += [_round_done(sequence, round_) for round_ in sorted(sequence.results)]
+        replayed_from = min((r.kv_len for r in sequence.results.values()), default=None)
+        wanted = replayed_from if command.features_from is None else command.features_from
+        if wanted is not None:
+            sequence.window.rewind(min(wanted, sequence.window.next_position))
+        self._offer_features(sequence)
+
+    def _verify_tree(
+        self, stream: int, command: VerifyTree, now: float, events: list[Event]
+    ) -> None:
+        sequence = self._owned(stream, command, command.round)
+        self._acknowledge(sequence, command, command.round)
+        if command.round in sequence.results:
+            events.append(_round_done(sequence, command.round))
+            return
+        if sequence.pending is not None and command.round == sequence.pending.round:
+            return  # its answer is on the way
+        checks.check_round(command, sequence, self._limits)
+        room = sequence.max_total_tokens - sequence.committed_len - 1
+        max_depth = min(room, self._limits.max_tree_depth)
+        sequence.pending = PendingRound.of(command.round, command.tree, max_depth, now)
+
+    def _rollback(self, stream: int, command: Rollback, now: float, events: list[Event]) -> None:
+        sequence = self._registry.need(command.sequence_id, command.round)
+        if self._is_new_epoch(sequence, command):
+            checks.check_rollback(command, sequence)
+            self._registry.hand_over(sequence, stream, command.epoch, now)
+            del sequence.tokens[command.committed_len :]
+            sequence.num_prompt_tokens = min(sequence.num_prompt_tokens, command.committed_len)
+            sequence.next_round = command.round
+            sequence.pending, sequence.paused_since = None, now
+            sequence.results.clear()
+            # The new last token is the next root: its row is computed again, for its logits.
+            self._residency.cut(sequence, command.committed_len - 1)
+            sequence.window.cut(command.committed_len - 1)
+        events.append(_state_report(stream, sequence))
+
+    def _replay_features(self, stream: int, command: ReplayFeatures) -> None:
+        sequence = self._owned(stream, command)
+        self._acknowledge(sequence, command)
+        if not sequence.wants_features:
+            message = "position: the sequence was opened without wants_features; it has none"
+            raise SequenceFailure(ErrorCode.INVALID, message, sequence.state)
+        sequence.window.rewind(command.position)
+        self._offer_features(sequence)
+
+    def _close(self, stream: int, command: Close, now: float, events: list[Event]) -> None:
+        sequence = self._registry.get(command.sequence_id)
+        epoch = max(command.epoch, self._registry.tombstone(command.sequence_id) or 0)
+        if sequence is not None:
+            # A takeover that waits behind the running step fences off closes of earlier lives, too.
+            newest = max([sequence.epoch, *(c.epoch for _, c in sequence.deferred)])
+            if command.epoch < newest:
+                raise _stale(sequence, command, 0)
+            sequence.deferred.clear()
+            self._registry.forget(sequence)
+            self._with_features.pop(command.sequence_id, None)
+        self._registry.bury(command.sequence_id, epoch, now)
+        events.append(Closed(stream=stream, sequence_id=command.sequence_id, epoch=command.epoch))
+
+    # -- steps
+
+    def plan(self, now: float) -> Plan:
+        """The next step; its works are empty when there is nothing to run."""
+        return self._stepper.plan(now)
+
+    def retire(
+        self,
+        works: Sequence[SequenceWork],
+        outcomes: Sequence[SequenceOutcome],
+        now: float,
+        step_seconds: float = 0.0,
+    ) -> list[Event]:
+        """Commits a finished step, then performs what waited behind it."""
+        sequences, events = self._stepper.retire(works, outcomes, now, step_seconds)
+        for sequence in sequences:
+            if not sequence.closed:
+                self._offer_features(sequence)
+            self._perform_deferred(sequence, now, events)
+        return events
+
+    def fail(self, works: Sequence[SequenceWork], message: str, now: float) -> list[Event]:
+        """After a step that failed: its sequences are gone, and said to be."""
+        events: list[Event] = []
+        for sequence in self._stepper.abandon(works):
+            if not sequence.closed:
+                events.append(
+                    Failed(
+                        stream=sequence.stream,
+                        sequence_id=sequence.sequence_id,
+                        epoch=sequence.epoch,
+                        code=ErrorCode.INTERNAL,
+                        message=message,
+                        round=sequence.next_round,
+                        state=SequenceState(epoch=sequence.epoch),
+                    )
+                )
+                self._with_features.pop(sequence.sequence_id, None)
+            self._registry.forget(sequence)
+            self._perform_deferred(sequence, now, events)
+        return events
+
+    # -- features
+
+    def next_features(self, stream: int, max_bytes: int) -> FeatureRows | None:
+        """The next rows for the receiver of `stream`'s sequences, within `max_bytes`; in turn.
+
+        None when no rows wait, or when not even one row fits.
+        """
+        for sequence_id in list(self._with_features):
+            sequence = self._registry.get(sequence_id)
+            if sequence is None or not sequence.window.num_waiting:
+                del self._with_features[sequence_id]
+                continue
+            if sequence.stream != stream:
+                continue
+            taken = sequence.window.take(max_bytes // max(1, sequence.window.row_bytes))
+            if taken is None:
+                continue
+            del self._with_features[sequence_id]
+            self._offer_features(sequence)
+            return FeatureRows(sequence_id, sequence.epoch, taken[0], taken[1])
+        return None
+
+    # -- rules shared by several commands
+
+    def _is_new_epoch(self, sequence: VerifySequence, command: Open | Attach | Rollback) -> bool:
+        """Greater: True. Equal: False, nothing is to be done. Smaller: STALE_EPOCH."""
+        if command.epoch < sequence.epoch:
+            raise _stale(sequence, command, getattr(command, "round", 0))
+        return command.epoch > sequence.epoch
+
+    def _owned(
+        self, stream: int, command: VerifyTree | ReplayFeatures, round_: int = 0
+    ) -> VerifySequence:
+        sequence = self._registry.need(command.sequence_id, round_)
+        if command.epoch > sequence.epoch:
+            message = f"epoch: {command.epoch} was never attached here; attach first"
+            raise SequenceFailure(ErrorCode.WRONG_ROUND, message, sequence.state, round_)
+        if command.epoch < sequence.epoch or stream != sequence.stream:
+            raise _stale(sequence, command, round_)
+        return sequence
+
+    def _acknowledge(self, sequence: VerifySequence, command: Command, round_: int = 0) -> None:
+        if command.acked_round == NO_ROUND:
+            return
+        if command.acked_round >= sequence.next_round:
+            message = (
+                f"acked_round: {command.acked_round} was not run; {sequence.next_round} is next"
+            )
+            raise SequenceFailure(ErrorCode.WRONG_ROUND, message, sequence.state, round_)
+        sequence.acknowledge(command.acked_round)
+
+    def _offer_features(self, sequence: VerifySequence) -> None:
+        if sequence.window.num_waiting:
+            self._with_features[sequence.sequence_id] = None
+
+    def _perform_deferred(self, sequence: VerifySequence, now: float, events: list[Event]) -> None:
+        # Taken out first: the first of them may replace the sequence, and the rest is for the new
+        # one.
+        waiting, sequence.deferred = list(sequence.deferred), deque()
+        for stream, command in waiting:
+            self._take(stream, command, now, events)
+
+
+def _must_wait(sequence: VerifySequence, command: Command) -> bool:
+    if isinstance(command, Close):
+        return False
+    if sequence.deferred:
+        return True
+    takes_over = isinstance(command, Open | Attach | Rollback) and command.epoch > sequence.epoch
+    return takes_over and sequence.in_flight
+
+
+def _stale(sequence: VerifySequence, command: Command, round_: int) -> SequenceFailure:
+    message = (
+        f"epoch: {command.epoch} is of an earlier life of the link, or of another stream;"
+        f" the sequence is at {sequence.epoch}"
+    )
+    return SequenceFailure(ErrorCode.STALE_EPOCH, message, sequence.state, round_)
+
+
+def _state_report(stream: int, sequence: VerifySequence) -> Event:
+    return StateReport(
+        stream=stream,
+        sequence_id=sequence.sequence_id,
+        epoch=sequence.epoch,
+        state=sequence.state,
+    )
+
+
+def _round_done(sequence: VerifySequence, round_: int) -> Event:
+    return RoundDone(
+        stream=sequence.stream,
+        sequence_id=sequence.sequence_id,
+        epoch=sequence.epoch,
+        result=sequence.results[round_],
+    )

@@ -1,0 +1,68 @@
+"""What verify tells Prometheus. Made once; the loop notes each step, a few microseconds in all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.metrics import Metrics, integer_buckets, power_buckets
+from verify_service.events import Event, Failed, Preempted, RoundDone
+from verify_service.machine import VerifyMachine
+from verify_service.stepper import Plan
+
+
+class VerifyMetrics:
+    def __init__(self, metrics: Metrics, max_tree_depth: int, max_step_tokens: int) -> None:
+        self._step_seconds = metrics.histogram("step_seconds", "Time of a step on the device")
+        self._host_seconds = metrics.histogram(
+            "host_seconds", "Host time per step: commands, plan and retirement"
+        )
+        self._queue_seconds = metrics.histogram("queue_seconds", "Wait of a round for its step")
+        rows = power_buckets(max_step_tokens)
+        self._step_tokens = metrics.histogram("step_tokens", "Rows of a step", rows)
+        self._step_sequences = metrics.histogram("step_sequences", "Sequences of a step", rows)
+        emitted = integer_buckets(max_tree_depth + 1)
+        self._emitted = metrics.histogram("emitted_tokens", "Tokens emitted per round", emitted)
+        self._nodes = metrics.counter("tree_nodes", "Tree nodes verified, roots included")
+        self._preempted = metrics.counter("preemptions", "Sequences put out for want of pages")
+        self._errors = metrics.counter("sequence_errors", "Error entries sent", ["code"])
+        self._failures = metrics.counter("failed_steps", "Steps that the device did not finish")
+        self._compiles = metrics.gauge("compiles_after_warm_up", "Programs compiled while serving")
+        self._sequences = metrics.gauge("sequences", "Sequences by state", ["state"])
+        self._pages = metrics.gauge("kv_pages", "KV pages by state", ["state"])
+
+    def note_step(self, plan: Plan, step_seconds: float, host_seconds: float) -> None:
+        self._step_seconds.observe(step_seconds)
+        self._host_seconds.observe(host_seconds)
+        self._step_tokens.observe(plan.num_rows)
+        self._step_sequences.observe(len(plan.works))
+
+    def note_failed_step(self) -> None:
+        self._failures.inc()
+
+    def note_events(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case RoundDone(result=result):
+                    self._emitted.observe(len(result.tokens))
+                    self._nodes.inc(result.num_nodes)
+                    self._queue_seconds.observe(result.queue_seconds)
+                case Failed(code=code):
+                    self._errors.labels(code.name.lower()).inc()
+                case Preempted():
+                    self._preempted.inc()
+                case _:
+                    pass
+
+    def note_compiles(self, num_compiles: int) -> None:
+        self._compiles.set(num_compiles)
+
+    def note_state(self, machine: VerifyMachine) -> None:
+        """Once a tick, not once a step."""
+        counts = machine.page_counts
+        for state in ("live", "cached", "reserved", "free"):
+            self._pages.labels(state).set(getattr(counts, state))
+        residents = machine.num_residents
+        self._sequences.labels("resident").set(residents)
+        self._sequences.labels("waiting").set(machine.num_waiting)
+        self._sequences.labels("in_flight").set(machine.num_in_flight)
+        self._sequences.labels("open").set(machine.num_sequences)

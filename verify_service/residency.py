@@ -1,0 +1,141 @@
+"""Who holds a slot and pages, and who is put out when they run short.
+
+A sequence is resident while it holds a slot (its place in the device's per-sequence arrays). It
+enters with pages for all its committed tokens, grows by the deepest path of each tree, and gives
+back what was not accepted. Victims of a preemption are, in this order: those whose stream is gone,
+those that have paused long, the youngest. A sequence that is neither orphaned nor long paused gives
+way only to an older one, so that the oldest always goes on and nobody waits in a circle. A sequence
+in a launched step is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verify_service.limits import VerifyLimits
+from verify_service.pages import PageCounts, PagePool
+from verify_service.sequences import NO_SLOT, VerifySequence
+
+
+class Residency:
+    def __init__(self, limits: VerifyLimits) -> None:
+        self._limits = limits
+        self._pool = PagePool(limits.num_pages)
+        self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
+        self._residents: dict[int, VerifySequence] = {}
+
+    def __iter__(self) -> Iterator[VerifySequence]:
+        return iter(list(self._residents.values()))
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    @property
+    def counts(self) -> PageCounts:
+        return self._pool.counts()
+
+    def check(self) -> None:
+        """Raises AssertionError unless pages and slots balance."""
+        self._pool.check([sequence.pages for sequence in self._residents.values()])
+        assert len(self._free_slots) + len(self._residents) == self._limits.max_sequences
+        for slot, sequence in self._residents.items():
+            assert sequence.slot == slot, (sequence.slot, slot)
+
+    def admit(self, sequence: VerifySequence, now: float) -> list[VerifySequence] | None:
+        """Gives the sequence a slot and pages for its committed tokens; returns whom it put out.
+
+        None, and nothing changed, when there is no room yet. Beside its own pages one more must be
+        there for each older resident, which would otherwise put the newcomer out at once.
+        """
+        pages = self._limits.pages_for(sequence.committed_len)
+        headroom = sum(other.arrival < sequence.arrival for other in self._residents.values())
+        put_out = self._make_room(sequence, pages + headroom, slot=True, now=now)
+        if put_out is None:
+            return None
+        sequence.slot = self._free_slots.pop()
+        sequence.pages = self._pool.reserve(pages)
+        sequence.kv_len = 0
+        self._residents[sequence.slot] = sequence
+        return put_out
+
+    def grow(
+        self, sequence: VerifySequence, num_rows: int, now: float
+    ) -> list[VerifySequence] | None:
+        """Reserves pages up to `num_rows` KV rows, putting others out if it must; None: no room
+        yet.
+        """
+        missing = self._limits.pages_for(num_rows) - len(sequence.pages)
+        if missing <= 0:
+            return []
+        put_out = self._make_room(sequence, missing, slot=False, now=now)
+        if put_out is not None:
+            sequence.pages += self._pool.reserve(missing)
+        return put_out
+
+    def room_rows(self, sequence: VerifySequence) -> int:
+        """KV rows that the sequence could have without putting anyone out."""
+        return (len(sequence.pages) + self._pool.num_available) * self._limits.page_size
+
+    def settle(self, sequence: VerifySequence) -> None:
+        """After a step: pages with committed rows become live, those beyond the next root are
+        released.
+        """
+        self._pool.commit(sequence.pages[: self._limits.pages_for(sequence.kv_len)])
+        self._shorten(sequence, self._limits.pages_for(sequence.committed_len))
+
+    def cut(self, sequence: VerifySequence, kv_len: int) -> None:
+        """Forgets rows from `kv_len` on and releases the pages behind them."""
+        sequence.kv_len = min(sequence.kv_len, kv_len)
+        self._shorten(sequence, self._limits.pages_for(kv_len + 1))
+
+    def put_out(self, sequence: VerifySequence) -> None:
+        """Takes slot and pages back. Again: no change."""
+        if not sequence.is_resident:
+            return
+        self._pool.release(sequence.pages)
+        del self._residents[sequence.slot]
+        self._free_slots.append(sequence.slot)
+        sequence.slot, sequence.pages, sequence.kv_len = NO_SLOT, [], 0
+
+    def _shorten(self, sequence: VerifySequence, num_pages: int) -> None:
+        self._pool.release(sequence.pages[num_pages:])
+        del sequence.pages[num_pages:]
+
+    def _make_room(
+        self, sequence: VerifySequence, pages: int, *, slot: bool, now: float
+    ) -> list[VerifySequence] | None:
+        """Puts out as few as needed for `pages` (and a slot); None, and nobody, if in vain."""
+        victims: list[VerifySequence] = []
+        available, slots = self._pool.num_available, len(self._free_slots)
+        if available < pages or slots < slot:
+            for victim in self._victims(sequence, now):
+                victims.append(victim)
+                available += self._pool.num_sole(victim.pages)
+                slots += 1
+                if available >= pages and slots >= slot:
+                    break
+            else:
+                return None
+        for victim in victims:
+            self.put_out(victim)
+        return victims
+
+    def _victims(self, sequence: VerifySequence, now: float) -> list[VerifySequence]:
+        def is_idle(other: VerifySequence) -> bool:
+            paused = (
+                other.pending is None and now - other.paused_since >= self._limits.pause_seconds
+            )
+            return paused or other.orphaned_since is not None
+
+        candidates = [
+            other
+            for other in self._residents.values()
+            if other is not sequence
+            and not other.in_flight
+            and (is_idle(other) or other.arrival > sequence.arrival)
+        ]
+
+        def order(other: VerifySequence) -> tuple[bool, bool, int]:
+            return (other.orphaned_since is None, other.pending is not None, -other.arrival)
+
+        return sorted(candidates, key=order)

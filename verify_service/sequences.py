@@ -1,0 +1,125 @@
+"""One sequence as the verify machine knows it: tokens, rounds, kept results, and what it holds.
+
+`kv_len` here is physical: rows in pages. What routers are told is `committed_len - 1`, where the
+next root's row goes; the two differ while prefill, or recompute after a preemption, is still at
+work.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.types import DraftTree, Int32Array, SamplingParams, SequenceState
+from verify_service.commands import Command
+from verify_service.events import RoundResult
+from verify_service.features import FeatureWindow
+
+NO_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRound:
+    """A round that waits for its step.
+
+    `tree` is what may be verified, `nodes[i]` the index of its node i in the tree as it was sent,
+    and `depths[i]` how deep that node is.
+    """
+
+    round: int
+    tree: DraftTree
+    nodes: Int32Array
+    depths: Int32Array
+    since: float  # seconds on the machine's clock
+
+    @staticmethod
+    def of(round_: int, tree: DraftTree, max_depth: int, since: float) -> PendingRound:
+        """Keeps the nodes no deeper than `max_depth`: deeper ones could never be emitted."""
+        depths = tree.depths()
+        if int(depths.max()) <= max_depth:
+            return PendingRound(
+                round_, tree, np.arange(tree.num_nodes, dtype=np.int32), depths, since
+            )
+        keep = np.flatnonzero(depths <= max_depth).astype(np.int32)
+        return PendingRound(round_, tree.within_depth(max_depth), keep, depths[keep], since)
+
+    @staticmethod
+    def root_only(round_: int, token: int, since: float) -> PendingRound:
+        return PendingRound.of(round_, DraftTree.root_only(token), 0, since)
+
+    def prefix(self, num_nodes: int) -> PendingRound:
+        return PendingRound(
+            self.round,
+            self.tree.prefix(num_nodes),
+            self.nodes[:num_nodes],
+            self.depths[:num_nodes],
+            self.since,
+        )
+
+    def within_depth(self, max_depth: int) -> PendingRound:
+        keep = np.flatnonzero(self.depths <= max_depth)
+        tree = self.tree.within_depth(max_depth)
+        return PendingRound(self.round, tree, self.nodes[keep], self.depths[keep], self.since)
+
+    @property
+    def depth(self) -> int:
+        return int(self.depths.max())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class VerifySequence:
+    """Mutable; only the machine and its parts touch it."""
+
+    sequence_id: bytes
+    epoch: int
+    stream: int  # the owner: results and features go there
+    arrival: int  # order of Open; lower is older
+    tokens: list[int]  # committed: prompt and every emitted token
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stop_tokens: tuple[int, ...]
+    max_total_tokens: int
+    wants_features: bool
+    next_round: int
+    window: FeatureWindow
+
+    pending: PendingRound | None = None
+    results: dict[int, RoundResult] = field(default_factory=dict)  # unacknowledged
+    deferred: deque[tuple[int, Command]] = field(default_factory=deque)  # behind a running step
+
+    kv_len: int = 0
+    slot: int = NO_SLOT
+    pages: list[int] = field(default_factory=list)
+    in_flight: bool = False
+    closed: bool = False  # while in flight: frees its pages when the step retires
+    paused_since: float = 0.0  # when it last became idle
+    orphaned_since: float | None = None  # when its stream went
+
+    @property
+    def committed_len(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_resident(self) -> bool:
+        return self.slot != NO_SLOT
+
+    @property
+    def num_missing(self) -> int:
+        """Rows below the root that prefill still has to compute."""
+        return len(self.tokens) - 1 - self.kv_len
+
+    @property
+    def state(self) -> SequenceState:
+        return SequenceState(
+            epoch=self.epoch,
+            next_round=self.next_round,
+            committed_len=self.committed_len,
+            kv_len=self.committed_len - 1,
+        )
+
+    def acknowledge(self, acked_round: int) -> None:
+        """Forgets results that the router has."""
+        for round_ in [r for r in self.results if r <= acked_round]:
+            del self.results[round_]

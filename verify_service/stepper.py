@@ -1,0 +1,224 @@
+"""From sequences with rounds to run, a step; from its outcome, committed tokens and results.
+
+Several steps may be planned before the first retires: a sequence is in at most one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verify_service.events import Event, Preempted, RoundDone, RoundResult
+from verify_service.limits import VerifyLimits
+from verify_service.registry import Registry
+from verify_service.residency import Residency
+from verify_service.scheduling import share_nodes, share_prefill
+from verify_service.sequences import PendingRound, VerifySequence
+from verify_service.step import SequenceOutcome, SequenceWork
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step, empty if there is nothing to run, and what planning it made known."""
+
+    works: list[SequenceWork]
+    events: list[Event]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(work.num_rows for work in self.works)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    sequence: VerifySequence
+    work: SequenceWork
+    round: PendingRound | None  # as cut for this step; None: a prefill chunk that is not the last
+    at: float
+
+
+@dataclass(slots=True)
+class _Block:
+    """A sequence's part of a step while it is planned."""
+
+    sequence: VerifySequence
+    num_causal: int
+    round: PendingRound | None = field(default=None)
+
+
+class Stepper:
+    def __init__(self, limits: VerifyLimits, registry: Registry, residency: Residency) -> None:
+        self._limits = limits
+        self._registry = registry
+        self._residency = residency
+        self._launched: dict[int, _Launched] = {}  # by slot
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._launched)
+
+    def plan(self, now: float) -> Plan:
+        """Admits, reserves, shares the rows out, and marks the chosen sequences as in flight."""
+        events: list[Event] = []
+        self._admit(now, events)
+        decoding, prefilling = self._ready(now, events)
+        blocks = [_Block(s, 1, s.pending) for s in decoding]
+        chunks = share_prefill(
+            [s.num_missing + 1 for s in prefilling],
+            len(decoding),
+            self._limits.max_prefill_tokens,
+            self._limits.max_step_tokens,
+        )
+        for sequence, rows in zip(prefilling, chunks, strict=True):
+            if rows:
+                is_last = rows == sequence.num_missing + 1
+                blocks.append(_Block(sequence, rows, sequence.pending if is_last else None))
+        self._share_nodes(blocks)
+        return Plan([self._launch(block, now) for block in blocks], events)
+
+    def retire(
+        self,
+        works: Sequence[SequenceWork],
+        outcomes: Sequence[SequenceOutcome],
+        now: float,
+        step_seconds: float,
+    ) -> tuple[list[VerifySequence], list[Event]]:
+        """Commits what a step gave. Returns the sequences that it held and their results."""
+        sequences, events = [], list[Event]()
+        for work, outcome in zip(works, outcomes, strict=True):
+            launched = self._launched.pop(work.slot)
+            sequence = launched.sequence
+            sequences.append(sequence)
+            sequence.in_flight = False
+            if sequence.closed:
+                self._residency.put_out(sequence)
+                continue
+            if sequence.wants_features and outcome.features is not None:
+                sequence.window.append(work.kv_len, outcome.features)
+            sequence.kv_len += outcome.num_committed
+            if launched.round is not None:
+                result = _result(launched, launched.round, outcome, step_seconds)
+                events.append(self._finish_round(sequence, result, now))
+            self._residency.settle(sequence)
+        return sequences, events
+
+    def abandon(self, works: Sequence[SequenceWork]) -> list[VerifySequence]:
+        """After a step that failed: its sequences, no longer in flight."""
+        sequences = []
+        for work in works:
+            sequence = self._launched.pop(work.slot).sequence
+            sequence.in_flight = False
+            sequences.append(sequence)
+        return sequences
+
+    def _admit(self, now: float, events: list[Event]) -> None:
+        for sequence in self._registry.waiting():
+            put_out = self._residency.admit(sequence, now)
+            if put_out is None:
+                return  # strictly by age: a small newcomer must not starve a large old one
+            events += map(_preempted, put_out)
+
+    def _ready(
+        self, now: float, events: list[Event]
+    ) -> tuple[list[VerifySequence], list[VerifySequence]]:
+        """Sequences to decode, their roots' pages reserved, and to prefill; both oldest first."""
+        decoding, prefilling = [], []
+        for sequence in sorted(self._residency, key=lambda s: s.arrival):
+            if sequence.in_flight or sequence.pending is None or not sequence.is_resident:
+                continue  # the last: put out by an older one in this very loop
+            if sequence.num_missing:
+                prefilling.append(sequence)
+                continue
+            put_out = self._residency.grow(sequence, sequence.committed_len, now)
+            if put_out is None:
+                continue  # stalls until an older one gives pages back
+            events += map(_preempted, put_out)
+            decoding.append(sequence)
+        # Orphans and the long paused may be put out after they were taken up above.
+        return [s for s in decoding if s.is_resident], [s for s in prefilling if s.is_resident]
+
+    def _share_nodes(self, blocks: list[_Block]) -> None:
+        """Cuts the trees to the rows left over, then to the pages that can be had."""
+        sampling = [(block, block.round) for block in blocks if block.round is not None]
+        left = self._limits.max_step_tokens - sum(block.num_causal for block in blocks)
+        counts = share_nodes([round_.tree.scores for _, round_ in sampling], left)
+        for (block, round_), num_nodes in zip(sampling, counts, strict=True):
+            cut = round_ if num_nodes == round_.tree.num_nodes else round_.prefix(num_nodes)
+            sequence, depth = block.sequence, cut.depth
+            spare = self._residency.room_rows(sequence) - sequence.committed_len
+            if depth > spare:
+                cut, depth = cut.within_depth(spare), spare
+            self._residency.grow(sequence, sequence.committed_len + depth, 0.0)
+            block.round = cut
+
+    def _launch(self, block: _Block, now: float) -> SequenceWork:
+        sequence = block.sequence
+        work = _work(block)
+        sequence.in_flight = True
+        self._launched[sequence.slot] = _Launched(sequence, work, block.round, now)
+        return work
+
+    def _finish_round(self, sequence: VerifySequence, result: RoundResult, now: float) -> Event:
+        sequence.tokens += result.tokens
+        sequence.pending = None
+        sequence.paused_since = now
+        sequence.next_round = result.round + 1
+        sequence.results[result.round] = result
+        if sequence.num_missing:
+            raise AssertionError(
+                f"the engine committed {sequence.kv_len} rows of a sequence of"
+                f" {sequence.committed_len} tokens; it must commit all but the last"
+            )
+        return RoundDone(
+            stream=sequence.stream,
+            sequence_id=sequence.sequence_id,
+            epoch=sequence.epoch,
+            result=result,
+        )
+
+
+def _work(block: _Block) -> SequenceWork:
+    sequence, num_causal = block.sequence, block.num_causal
+    first = sequence.kv_len
+    causal = sequence.tokens[first : first + num_causal]
+    parents = np.arange(-1, num_causal - 1, dtype=np.int32)
+    tokens = np.array(causal, np.int32)
+    if block.round is not None and block.round.tree.num_nodes > 1:
+        tree = block.round.tree
+        tokens = np.concatenate([tokens, tree.tokens[1:]])
+        # Node i is row num_causal - 1 + i of the block; the root, node 0, is its last causal row.
+        parents = np.concatenate([parents, tree.parents[1:] + np.int32(num_causal - 1)])
+    return SequenceWork(
+        slot=sequence.slot,
+        tokens=tokens,
+        parents=parents,
+        num_causal=num_causal,
+        samples=block.round is not None,
+        kv_len=first,
+        page_ids=np.array(sequence.pages, np.int32),
+        sampling=sequence.sampling,
+        stop_tokens=() if sequence.sampling.ignore_eos else sequence.stop_tokens,
+        wants_features=sequence.wants_features,
+    )
+
+
+def _result(
+    launched: _Launched, round_: PendingRound, outcome: SequenceOutcome, step_seconds: float
+) -> RoundResult:
+    return RoundResult(
+        round=round_.round,
+        kv_len=launched.sequence.committed_len - 1,
+        tokens=tuple(outcome.tokens.tolist()),
+        margins=tuple(outcome.margins.tolist()),
+        logprobs=tuple(outcome.logprobs.tolist()),
+        accepted_nodes=tuple(round_.nodes[outcome.accepted_nodes].tolist()),
+        num_nodes=round_.tree.num_nodes,
+        step_seconds=step_seconds,
+        queue_seconds=max(0.0, launched.at - round_.since),
+    )
+
+
+def _preempted(sequence: VerifySequence) -> Event:
+    return Preempted(stream=sequence.stream, sequence_id=sequence.sequence_id, epoch=sequence.epoch)
