@@ -109,7 +109,7 @@ def test_any_step_equals_the_oracle_without_race_or_leak(name: str, mode: Mode) 
     sizes = SIZES[name]
     tiles = (8, 32) if mode == "eager" else (16,)
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
     @given(seed=st.integers(0, 2**32 - 1), sequences=sequences_of(sizes["num_words"]))
     def check(seed: int, sequences: list[Sequence]) -> None:
         step = _padded(seed, sequences, sizes)
