@@ -46,7 +46,7 @@ class Program:
 
     def operations(self, name: str) -> list[str]:
         """Lines of optimised HLO whose operation is `name`, e.g. "sort", "copy", "all-gather"."""
-        return re.findall(rf"^.* = [^=\n]*? {name}\(.*$", self.text, re.MULTILINE)
+        return re.findall(rf"^.* = .*? {name}\(.*$", self.text, re.MULTILINE)
 
     def largest_result(self, name: str) -> int:
         """Elements of the largest array that an operation `name` makes; 0 without one."""
