@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from benchmarks.aot import Argument
+from benchmarks.aot import WHOLE, Argument
 from kernels.backend import Backend
 from kernels.build_tree.api import build_tree
 from kernels.chips import Chip
@@ -18,6 +18,8 @@ from kernels.sample_and_accept.api import sample_and_accept
 from kernels.sample_and_accept.types import SamplerParams
 from kernels.tree_attention.api import tree_attention
 
+SPLIT_HEADS = PartitionSpec(None, "model")  # type: ignore[no-untyped-call]
+SPLIT_PAGES = PartitionSpec(None, None, "model")  # type: ignore[no-untyped-call]
 I32, F32, U32 = jnp.int32, jnp.float32, jnp.uint32
 
 
@@ -146,7 +148,7 @@ class Call:
     donate: tuple[int, ...] = ()
 
 
-def pages_argument(model: Model, spec: PartitionSpec = PartitionSpec()) -> Argument:
+def pages_argument(model: Model, spec: PartitionSpec = WHOLE) -> Argument:
     shape = (
         model.num_layers,
         model.num_pages,
@@ -159,8 +161,9 @@ def pages_argument(model: Model, spec: PartitionSpec = PartitionSpec()) -> Argum
 
 def attention(model: Model, chip: Chip, num_heads_shards: int = 1) -> Call:
     """`num_heads_shards` > 1: the arguments of a `shard_map` over that many chips' heads."""
-    head = PartitionSpec(None, "model") if num_heads_shards > 1 else PartitionSpec()
-    pages_spec = PartitionSpec(None, None, "model") if num_heads_shards > 1 else PartitionSpec()
+    head, pages_spec = WHOLE, WHOLE
+    if num_heads_shards > 1:
+        head, pages_spec = SPLIT_HEADS, SPLIT_PAGES
     kv_heads = model.kv_heads * num_heads_shards
     pages = pages_argument(model)
     pages_shape = (*pages.shape[:2], kv_heads, *pages.shape[3:])

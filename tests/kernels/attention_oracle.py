@@ -23,7 +23,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Sequence:
-    """`num_causal` rows in a chain, then `num_nodes` tree rows; the first `skipped` rows have no query."""
+    """`num_causal` rows in a chain, then `num_nodes` tree rows; the first `skipped` rows have no
+    query.
+    """
 
     kv_len: int
     num_causal: int
@@ -40,7 +42,9 @@ class Sequence:
 
 
 def random_parents(rng: np.random.Generator, sequence: Sequence) -> np.ndarray:
-    """Chains, bushes and all between: each node under any earlier row from the last causal one on."""
+    """Chains, bushes and all between: each node under any earlier row from the last causal one
+    on.
+    """
     parents = np.arange(sequence.block_len) - 1
     for row in range(max(sequence.num_causal, 1), sequence.block_len):
         parents[row] = rng.integers(max(sequence.num_causal - 1, 0), row)
@@ -66,8 +70,8 @@ def make_step(
 ) -> Step:
     """Random normal arrays; every slot that no query may read is NaN.
 
-    `num_rows` (of q and block), `num_pages` and `pages_per_sequence`: at least so many, so that steps
-    of one test share a compiled kernel.
+    `num_rows` (of q and block), `num_pages` and `pages_per_sequence`: at least so many, so that
+    steps of one test share a compiled kernel.
     """
     longest = max(-(-s.kv_len // page_size) for s in sequences)
     pages_per_sequence = max(pages_per_sequence, longest + 1)
@@ -131,7 +135,10 @@ def oracle(step: Step) -> np.ndarray:
             pages[a["page_table"][index, p // page_size], :, p % page_size] for p in range(kv_len)
         ]
         begin, end = a["block_starts"][index : index + 2]
-        rows = [*prefix, *a["block_kv"][begin:end].astype(np.float64)]  # each [kv_heads, 2*head_dim]
+        rows = [
+            *prefix,
+            *a["block_kv"][begin:end].astype(np.float64),
+        ]  # each [kv_heads, 2*head_dim]
         depth = np.zeros(len(parents), int)
         for local, parent in enumerate(parents):
             depth[local] = depth[parent] + 1 if parent >= 0 else 0
@@ -143,7 +150,9 @@ def oracle(step: Step) -> np.ndarray:
             while walk >= 0:
                 seen[kv_len + walk] = kv_len + depth[walk]
                 walk = int(parents[walk])
-            keys = [k for k, at in seen.items() if step.window is None or position - at < step.window]
+            keys = [
+                k for k, at in seen.items() if step.window is None or position - at < step.window
+            ]
             kv = np.stack([rows[k] for k in keys])  # [n, kv_heads, 2*head_dim]
             for head in range(q.shape[1]):
                 scores = kv[:, head // group, :head_dim] @ q[row, head] * step.scale

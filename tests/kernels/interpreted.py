@@ -1,4 +1,6 @@
-"""Runs the attention kernel in Pallas' TPU interpret mode and fails on what that mode only prints."""
+"""Runs the attention kernel in Pallas' TPU interpret mode and fails on what that mode only
+prints.
+"""
 
 from __future__ import annotations
 

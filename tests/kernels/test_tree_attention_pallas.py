@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from attention_oracle import Sequence, Step, make_step, oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from interpreted import KernelFault, Mode, interpret, small_blocks
 
 from kernels.backend import Backend
 from kernels.chips import CHIPS
 from kernels.tree_attention import kernel as kernel_module
 from kernels.tree_attention.api import tree_attention
-from attention_oracle import Sequence, Step, make_step, oracle
-from interpreted import KernelFault, Mode, interpret, small_blocks
 
 pytestmark = pytest.mark.interpret
 
@@ -86,7 +86,9 @@ def sequences_of(draw: st.DrawFn, num_words: int) -> list[Sequence]:
     found = []
     for _ in range(BATCH):
         kind = draw(st.sampled_from(["tree", "root", "prefill", "both", "frontier", "none"]))
-        kv_len = draw(st.one_of(st.sampled_from([0, 1, 31, 32, 127, 128, 256]), st.integers(0, 400)))
+        kv_len = draw(
+            st.one_of(st.sampled_from([0, 1, 31, 32, 127, 128, 256]), st.integers(0, 400))
+        )
         nodes = draw(st.integers(1, min(32 * num_words, 38)))
         if kind == "tree":
             found.append(Sequence(kv_len, 1, nodes))
