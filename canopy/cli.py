@@ -160,3 +160,7 @@ def _head_bundle(parsed: argparse.Namespace) -> int:
         raise StartupError(str(error)) from None
     print(parsed.directory)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -104,6 +104,7 @@ class DeviceEngine:
             page_size=config.page_size,
             head_dim=spec.head_dim,
         )
+        self._pages_shape = shape
         self._pages = jnp.zeros(shape, head.dtype)
         self.pages_bytes = pages_bytes(shape, head.dtype)
         self._buckets = config.buckets()
@@ -135,8 +136,13 @@ class DeviceEngine:
         program = self._program(bucket)
         features = np.zeros((bucket.num_rows, self.head.feature_size), self._feature_dtype)
         buffer = pack(works, self._packing(bucket), bucket, features)
-        self._pages, packed = program(self._params, self._pages, buffer, features)
-        return jax.device_get(packed)
+        try:
+            self._pages, packed = program(self._params, self._pages, buffer, features)
+            return jax.device_get(packed)
+        except Exception:
+            # The step owned the pages: whatever is left of them is nobody's state.
+            self._pages = jnp.zeros(self._pages_shape, self.head.dtype)
+            raise
 
     def _packing(self, bucket: Bucket) -> Any:
         last_rows = max(bucket.num_sequences, self.config.min_rows)

@@ -1,8 +1,8 @@
 """The engine loop: plan → device → retire → frames out, while commands come in beside it.
 
-One asyncio task drives the machine; `engine.run` blocks on a thread of its own. Commands are handled
-on arrival, also while the device runs. The next step is planned and launched before the results of
-the last one are put into frames, so that encoding costs the device nothing.
+One asyncio task drives the machine; `engine.run` blocks on a thread of its own. Commands are
+handled on arrival, also while the device runs. The next step is planned and launched before the
+results of the last one are put into frames, so that encoding costs the device nothing.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class VerifyLoop:
         self._metrics = metrics
         self._gather_seconds = gather_seconds
         self._wake = asyncio.Event()
+        self._changed = asyncio.Event()  # a frame was handled
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verify-engine")
         self._finished: list[Event] = []  # of the last step, not delivered yet
         self._failures = 0
@@ -80,6 +81,7 @@ class VerifyLoop:
         self._flush(events)
         self._on_features()
         self._wake.set()
+        self._changed.set()
 
     def next_features(self, stream: int, max_bytes: int) -> FeatureRows | None:
         return self._machine.next_features(stream, max_bytes)
@@ -99,7 +101,10 @@ class VerifyLoop:
         """Takes no new sequences; returns when the last one is closed."""
         self._machine.drain()
         while self._machine.num_sequences:
-            await asyncio.sleep(0.05)
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):  # leases end without a command
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._changed.wait()
 
     def stop(self) -> None:
         """Waits for a running step; the device must not outlive its thread."""

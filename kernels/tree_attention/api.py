@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels.backend import Backend
 from kernels.checks import check_dtype, check_shape
 from kernels.chips import Chip
+from kernels.tree_attention.kernel import tree_attention_pallas
 from kernels.tree_attention.xla import tree_attention_xla
 
 MAX_WORDS = 32
@@ -92,8 +94,8 @@ def tree_attention(
                  that of the last causal row plus its number of bits
 
     A causal block row (below num_causal) sees the block's rows up to itself. A later one sees all
-    causal rows and the rows of its bits: bit k of word k//32 is block row num_causal + k. The tree in
-    a block is ordered: no row names one behind itself, every row names itself.
+    causal rows and the rows of its bits: bit k of word k//32 is block row num_causal + k. The tree
+    in a block is ordered: no row names one behind itself, every row names itself.
 
     Unused slots of pages and rows beyond block_starts[-1] may hold anything, NaN too.
     Raises ValueError at trace time for shapes or dtypes that do not fit, with both values.
@@ -106,10 +108,25 @@ def tree_attention(
         "q_offsets": (q_offsets, 0),
     }
     _check(q, block_kv, pages, page_table, ancestors, per_sequence, window)
-    if backend is not Backend.XLA:
-        raise NotImplementedError(
-            f"tree_attention: backend {backend.value} is not built"
-            f" (chip {chip.name if chip else None}); use Backend.XLA"
+    if backend.uses_kernel:
+        if chip is None:
+            raise ValueError(f"chip: backend {backend.value} needs one of kernels.chips.CHIPS")
+        return tree_attention_pallas(
+            q,
+            block_kv,
+            pages,
+            jnp.asarray(layer, jnp.int32),
+            page_table,
+            kv_lens,
+            q_starts,
+            block_starts,
+            num_causal,
+            ancestors,
+            q_offsets,
+            scale=scale,
+            window=window,
+            chip=chip,
+            interpret=pltpu.InterpretParams() if backend is Backend.INTERPRET else False,
         )
     out: jax.Array = tree_attention_xla(
         q,

@@ -1,0 +1,105 @@
+"""Ahead-of-time compilation for TPU on a machine without one, and what a compiled program shows.
+
+Needs libtpu (`pip install canopy-spec[tpu]`). Nothing here runs a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask for a TPU's place
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kernels.chips import CHIPS, Chip
+
+LARGER_TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+"""Where the smallest topology has one chip: names with four."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An abstract argument: shape, dtype, and over which mesh axis each dimension is split."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the compiler says of one program, per device, in bytes."""
+
+    text: str
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+
+    def operations(self, name: str) -> list[str]:
+        """Lines of optimised HLO whose operation is `name`, e.g. "sort", "copy", "all-gather"."""
+        return re.findall(rf"^.* = [^=\n]*? {name}\(.*$", self.text, re.MULTILINE)
+
+    def largest_result(self, name: str) -> int:
+        """Elements of the largest array that an operation `name` makes; 0 without one."""
+        largest = 0
+        for line in self.operations(name):
+            result = line.split(" = ", 1)[1].split(f" {name}(", 1)[0]
+            for dims in re.findall(r"\w+\[([\d,]*)\]", result):
+                largest = max(largest, int(np.prod([int(d) for d in dims.split(",") if d] or [1])))
+        return largest
+
+
+def mesh_for(chip: Chip, num_devices: int = 1) -> Mesh:
+    """A mesh ("model",) of `num_devices` devices of `chip`, none of them present."""
+    name = chip.topology
+    if num_devices > 1:
+        name = LARGER_TOPOLOGIES.get(chip.name, name)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    if len(devices) < num_devices:
+        raise ValueError(f"num_devices: {name} has {len(devices)}, not {num_devices}")
+    return Mesh(np.array(devices[:num_devices]), ("model",))
+
+
+def compile_for(
+    mesh: Mesh,
+    function: Callable[..., Any],
+    arguments: Sequence[Argument],
+    *,
+    donate: tuple[int, ...] = (),
+) -> Program:
+    """Compiles `function` for the mesh's chips. Raises what the compiler raises (VMEM, layout, ...)."""
+    abstract = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, a.spec))
+        for a in arguments
+    ]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.jit(function, donate_argnums=donate).trace(*abstract)
+        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    memory = compiled.memory_analysis()
+    return Program(
+        text=compiled.as_text(),
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+    )
+
+
+def compile_for_chip(
+    chip_name: str,
+    function: Callable[..., Any],
+    arguments: Sequence[Argument],
+    *,
+    donate: tuple[int, ...] = (),
+) -> Program:
+    """`compile_for` on one device of the chip of that name."""
+    return compile_for(mesh_for(CHIPS[chip_name]), function, arguments, donate=donate)

@@ -1,0 +1,174 @@
+"""Puts the engine together from settings: model, boundaries, sizes. Loads, compiles and measures.
+
+Everything here blocks and runs on a thread before the service says SERVING.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from canopy.v1 import types_pb2, verify_pb2
+from common.errors import StartupError
+from common.log import get_logger
+from common.tensors import FeatureDtype
+from kernels.backend import backend_for_platform
+from kernels.chips import chip_by_name
+from models.config import TargetConfig
+from models.eagle3.description import FeatureKind, HeadOverrides
+from models.eagle3.loader import open_head
+from models.errors import ModelError
+from models.identity import Identity, target_identity
+from models.target import load_target
+from models.target_tables import read_target_facts
+from verify_service.config import VerifyConfig
+from verify_service.engine import DeviceEngine, EngineConfig
+from verify_service.limits import VerifyLimits
+
+PROTOCOL_VERSION = 1
+_logger = get_logger("verify.assembly")
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    engine: DeviceEngine
+    limits: VerifyLimits
+    info: verify_pb2.GetVerifyInfoResponse
+
+
+def assemble(config: VerifyConfig) -> Assembly:
+    """The warm engine and what is said of it. Raises StartupError with one line."""
+    _set_up_jax(config)
+    try:
+        boundaries = _boundaries(config)
+        identity = target_identity(config.model)
+        begun = time.monotonic()
+        target, params = load_target(
+            config.model, dtype=jnp.dtype(config.dtype), boundaries=boundaries
+        )
+    except ModelError as error:
+        raise StartupError(f"model: {error}") from error
+    _logger.info(
+        "target loaded",
+        model=identity.model_name,
+        seconds=round(time.monotonic() - begun, 2),
+        boundaries=list(target.boundaries),
+    )
+    engine = _engine(config, target, params)
+    begun = time.monotonic()
+    engine.warm_up()
+    _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
+    return Assembly(engine, _limits(config, engine), _info(config, target, identity))
+
+
+def _set_up_jax(config: VerifyConfig) -> None:
+    update: Any = jax.config.update
+    update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
+    update("jax_numpy_dtype_promotion", "strict")
+    if config.compile_cache:
+        directory = Path(config.compile_cache).expanduser()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartupError(
+                f"compile_cache: {directory} cannot be made ({error}); choose another directory or"
+                " set it to nothing"
+            ) from error
+        update("jax_compilation_cache_dir", str(directory))
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise StartupError(
+            f"platform: no {config.platform} device ({reason}); set --platform cpu"
+        ) from error
+
+
+def _boundaries(config: VerifyConfig) -> tuple[int, ...] | None:
+    """Those given, or the head's, or None for the target's defaults."""
+    if config.boundaries:
+        return config.boundaries
+    if config.head is None:
+        return None
+    facts = read_target_facts(config.model)
+    head, _ = open_head(config.head, facts, HeadOverrides(), jnp.dtype(config.dtype))
+    if head.feature_kind is not FeatureKind.AUX:
+        raise StartupError(
+            f"head: {config.head} needs features of kind {head.feature_kind.value}; verify sends"
+            " aux features only"
+        )
+    return head.boundaries
+
+
+def _engine(config: VerifyConfig, target: TargetConfig, params: dict[str, object]) -> DeviceEngine:
+    try:
+        chip = chip_by_name(config.chip) if config.chip else None
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    return DeviceEngine(
+        target,
+        params,
+        EngineConfig(
+            num_pages=config.num_pages,
+            page_size=config.page_size_tokens,
+            max_sequences=config.max_sequences,
+            max_context_len=_context(config, target),
+            max_tree_nodes=config.max_tree_nodes,
+            max_depth=config.max_tree_depth,
+            row_buckets=config.row_buckets,
+            max_rows=config.max_step_tokens,
+            min_rows=8 if config.platform == "tpu" else 1,
+            backend=backend_for_platform(config.platform),
+            chip=chip,
+        ),
+    )
+
+
+def _context(config: VerifyConfig, target: TargetConfig) -> int:
+    return min(config.max_context_tokens, target.max_positions)
+
+
+def _limits(config: VerifyConfig, engine: DeviceEngine) -> VerifyLimits:
+    return VerifyLimits(
+        vocab_size=engine.target.vocab_size,
+        max_context_len=engine.config.max_context_len,
+        max_tree_nodes=config.max_tree_nodes,
+        max_tree_depth=config.max_tree_depth,
+        max_sequences=config.max_sequences,
+        max_waiting_sequences=config.max_waiting_sequences,
+        page_size=config.page_size_tokens,
+        num_pages=config.num_pages,
+        max_step_tokens=config.max_step_tokens,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_stop_tokens=engine.config.max_stop_tokens,
+        feature_window_tokens=config.feature_window_tokens,
+        grace_seconds=config.grace_seconds,
+        pause_seconds=config.pause_seconds,
+    )
+
+
+def _info(
+    config: VerifyConfig, target: TargetConfig, identity: Identity
+) -> verify_pb2.GetVerifyInfoResponse:
+    kind = "FEATURE_KIND_AUX" if target.boundaries else "FEATURE_KIND_NONE"
+    dtype = FeatureDtype.of(target.dtype)
+    return verify_pb2.GetVerifyInfoResponse(
+        protocol_version=PROTOCOL_VERSION,
+        target=types_pb2.TargetIdentity(**identity.as_dict()),
+        features=types_pb2.FeatureSpec(
+            kind=kind,
+            boundaries=target.boundaries,
+            dtype=f"FEATURE_DTYPE_{dtype.name}",
+            row_width=target.feature_size,
+        ),
+        max_context_len=_context(config, target),
+        max_tree_nodes=config.max_tree_nodes,
+        max_sequences=config.max_sequences,
+        page_size_tokens=config.page_size_tokens,
+        num_pages=config.num_pages,
+    )

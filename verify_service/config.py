@@ -1,0 +1,87 @@
+"""The verify service's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from common.config import IntList, ServiceConfig
+from verify_service.batch import ROW_BUCKETS
+
+
+class VerifyConfig(ServiceConfig):
+    """Settings of the verify service: the target model, which checks draft trees."""
+
+    SERVICE: ClassVar[str] = "verify"
+
+    port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    model: Path = Field(description="Directory with config.json, tokenizer.json and safetensors.")
+    head: Path | None = Field(
+        None, description="Directory of the draft's head: captures the boundaries that it needs."
+    )
+    boundaries: IntList = Field(
+        (), description="Captured boundaries, as 2,15,27; overrides --head. Neither: defaults."
+    )
+    platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="Where the target runs.")
+    chip: str = Field("", description="TPU generation, as v5e; required on TPU.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and KV.")
+    page_size_tokens: int = Field(16, ge=1, le=1024, description="Tokens of a KV page.")
+    kv_pool_tokens: int = Field(
+        8192, ge=16, description="Tokens that all KV pages together hold, rounded up to pages."
+    )
+    max_context_tokens: int = Field(
+        2048, ge=2, description="Longest sequence, prompt included; at most the model's own."
+    )
+    max_sequences: int = Field(16, ge=1, le=1024, description="Sequences on the device at a time.")
+    max_waiting_sequences: int = Field(
+        256, ge=0, le=65536, description="Sequences beyond those; more are refused for now."
+    )
+    max_step_tokens: int = Field(
+        256, ge=8, le=1024, description="Rows of a step: 8, 16, 32 and so on up to 1024."
+    )
+    row_buckets: IntList = Field(
+        ROW_BUCKETS, description="Rows that steps are padded to; one program is compiled for each."
+    )
+    max_prefill_tokens: int = Field(
+        128, ge=1, le=1024, description="Prefill rows of a step while other sequences decode."
+    )
+    max_tree_nodes: int = Field(64, ge=1, le=128, description="Nodes of a tree, root included.")
+    max_tree_depth: int = Field(16, ge=1, le=64, description="Deeper nodes are cut.")
+    feature_window_tokens: int = Field(
+        2048, ge=64, le=1 << 20, description="Feature rows kept per sequence, to send and replay."
+    )
+    grace_seconds: float = Field(
+        30.0, ge=0, le=3600, description="Sequences of a lost router are kept this long."
+    )
+    pause_seconds: float = Field(
+        0.5, ge=0, le=3600, description="Paused for longer, a sequence may be put out first."
+    )
+    gather_seconds: float = Field(
+        0.0005, ge=0, le=1, description="A step waits this long for sequences about to come back."
+    )
+    compile_cache: str = Field(
+        "~/.cache/canopy/programs", description="Directory of compiled programs; empty: none."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.max_step_tokens & (self.max_step_tokens - 1):
+            raise ValueError(
+                f"max_step_tokens: {self.max_step_tokens} is no power of two; set 128, 256, 512 or"
+                " 1024"
+            )
+        if self.max_sequences + self.max_prefill_tokens > self.max_step_tokens:
+            raise ValueError(
+                f"max_step_tokens: {self.max_step_tokens} is below max_sequences"
+                f" ({self.max_sequences}) + max_prefill_tokens ({self.max_prefill_tokens}); raise"
+                " it, or lower one of the two"
+            )
+        if self.platform == "tpu" and not self.chip:
+            raise ValueError("chip: not set; --platform tpu needs --chip, as v5e, v6e or tpu7x")
+        return self
+
+    @property
+    def num_pages(self) -> int:
+        return -(-self.kv_pool_tokens // self.page_size_tokens)

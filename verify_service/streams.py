@@ -1,0 +1,120 @@
+"""Who is connected: command streams with their outboxes, feature receivers with their credit.
+
+A router's two streams meet by their link id. Everything is bounded: an outbox that its router does
+not read ends the stream, features wait in the machine's windows until credit pulls them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from verify_service.events import Event
+
+MAX_OUTBOX_EVENTS = 8192
+MAX_FRAME_EVENTS = 256
+
+
+class Outbox:
+    """Events on their way to one stream."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._filled = asyncio.Event()
+        self._closed = False
+        self.overflowed = False
+
+    def put(self, event: Event) -> None:
+        if self._closed:
+            return
+        if len(self._events) >= MAX_OUTBOX_EVENTS:
+            self.overflowed = True
+            self.close()
+            return
+        self._events.append(event)
+        self._filled.set()
+
+    def close(self) -> None:
+        """What is in it still goes out."""
+        self._closed = True
+        self._filled.set()
+
+    async def take(self) -> list[Event]:
+        """The events of the next frame; empty when the outbox is closed and nothing is left."""
+        await self._filled.wait()
+        events, self._events = self._events[:MAX_FRAME_EVENTS], self._events[MAX_FRAME_EVENTS:]
+        if not self._events and not self._closed:
+            self._filled.clear()
+        return events
+
+
+@dataclass(eq=False)
+class FeatureReceiver:
+    """One ReceiveFeatures stream."""
+
+    credit_bytes: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+
+    def grant(self, num_bytes: int) -> None:
+        self.credit_bytes += num_bytes
+        self.wake.set()
+
+    def end(self) -> None:
+        self.ended = True
+        self.wake.set()
+
+
+class StreamHub:
+    """Numbers the streams and finds outboxes and receivers."""
+
+    def __init__(self) -> None:
+        self._outboxes: dict[int, Outbox] = {}
+        self._stream_of_link: dict[str, int] = {}  # the newest
+        self._receivers: dict[str, FeatureReceiver] = {}
+        self._num_streams = 0
+
+    def open(self, link_id: str) -> tuple[int, Outbox]:
+        self._num_streams += 1
+        stream = self._num_streams
+        self._outboxes[stream] = Outbox()
+        self._stream_of_link[link_id] = stream
+        return stream, self._outboxes[stream]
+
+    def close(self, stream: int, link_id: str) -> None:
+        del self._outboxes[stream]
+        if self._stream_of_link.get(link_id) == stream:
+            del self._stream_of_link[link_id]
+
+    def close_all(self) -> None:
+        for outbox in self._outboxes.values():
+            outbox.close()
+        for receiver in self._receivers.values():
+            receiver.end()
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Events of streams that are gone are dropped: an Attach has results sent again."""
+        for event in events:
+            outbox = self._outboxes.get(event.stream)
+            if outbox is not None:
+                outbox.put(event)
+
+    def stream_of(self, link_id: str) -> int | None:
+        return self._stream_of_link.get(link_id)
+
+    def add_receiver(self, link_id: str) -> FeatureReceiver:
+        """The link's receiver from now on; an older one ends."""
+        older = self._receivers.get(link_id)
+        if older is not None:
+            older.end()
+        receiver = self._receivers[link_id] = FeatureReceiver()
+        return receiver
+
+    def remove_receiver(self, link_id: str, receiver: FeatureReceiver) -> None:
+        if self._receivers.get(link_id) is receiver:
+            del self._receivers[link_id]
+
+    def wake_receivers(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.wake.set()
