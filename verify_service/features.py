@@ -42,8 +42,9 @@ class FeatureWindow:
         fresh = rows[self.end - position :]
         if not fresh.shape[0]:
             return
-        # A copy, so that a few rows do not keep a whole step's array alive.
-        self._chunks.append((self.end, np.array(fresh)))
+        # A few rows must not keep a whole step's array alive.
+        is_small_part = fresh.base is not None and fresh.base.nbytes > 2 * fresh.nbytes
+        self._chunks.append((self.end, np.array(fresh) if is_small_part else fresh))
         self.end += fresh.shape[0]
         self._trim()
 
