@@ -1,4 +1,4 @@
-"""From start to end of the three processes: refusals to start, health, metrics, memory, cancels, drain."""
+"""The life of the three processes: refusals, health, metrics, memory, cancels, drain."""
 
 from __future__ import annotations
 
