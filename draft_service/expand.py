@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from common.types import TreeShape
+from draft_service.scoring import score
 from kernels.backend import Backend
 from kernels.build_tree.api import build_tree
 from kernels.build_tree.types import BuiltTree
 from kernels.chips import Chip
 from kernels.tree_attention.api import tree_attention
-from models.eagle3 import HeadConfig, head_embed, head_forward, head_logits
+from models.eagle3 import HeadConfig, head_embed, head_forward
 from models.layers import Params
 
 
@@ -51,8 +52,17 @@ class Frontier(NamedTuple):
     bits: jax.Array
 
 
+class Level(NamedTuple):
+    """What one level hands to the next. rows [L, B, (D-1)·K, kv_heads, 2·head_dim]: of the tree's
+    nodes so far, level after level; zero beyond.
+    """
+
+    frontier: Frontier
+    rows: jax.Array
+
+
 class Candidates(NamedTuple):
-    """Children found so far, level after level. scores float32, parents, tokens int32; [B, C]."""
+    """A level's children. scores float32, parents and tokens int32; [B, K²]."""
 
     scores: jax.Array
     parents: jax.Array
@@ -82,9 +92,9 @@ def expand(
     root_tokens int32 [B]. Slots at num_live and beyond give trees that mean nothing.
     """
     batch, k = last_states.shape[0], shape.top_k
-    num_words = max(1, -(-(shape.max_depth - 1) * k // 32))
+    num_rows = max(1, shape.max_depth - 1) * k  # that the head runs on: all but the deepest
+    num_words = -(-num_rows // 32)
     scores, tokens = _children(config, params, last_logits, k)
-    found = [Candidates(scores, jnp.full((batch, k), -1, jnp.int32), tokens)]
     frontier = Frontier(
         tokens=tokens,
         scores=scores,
@@ -93,32 +103,53 @@ def expand(
         bits=jnp.broadcast_to(_own_bits(0, k, num_words), (batch, k, num_words)),
     )
     spec = config.attention
-    rows_shape = (config.num_layers, batch, 0, spec.num_kv_heads, 2 * spec.head_dim)
-    tree_rows = jnp.zeros(rows_shape, last_states.dtype)
-    for level in range(1, shape.max_depth):
-        outs, tree_rows = _run(config, params, prefix, frontier, tree_rows, level, backend, chip)
-        logits = head_logits(config, params, outs.reshape(batch * k, -1))
-        logps, tokens = _children(config, params, logits, k)
-        scores = frontier.scores[:, :, None] + logps.reshape(batch, k, k)
-        level_start = k + (level - 1) * k * k
-        found.append(
-            Candidates(
-                scores.reshape(batch, k * k),
-                jnp.repeat(frontier.pool_index, k, axis=1),
-                tokens.reshape(batch, k * k),
-            )
-        )
-        if level + 1 < shape.max_depth:
-            frontier = _next_frontier(frontier, found[-1], outs, level, level_start, num_words)
+    rows_shape = (config.num_layers, batch, num_rows, spec.num_kv_heads, 2 * spec.head_dim)
+
+    def next_level(carry: Level, level: jax.Array) -> tuple[Level, Candidates]:
+        return _expand_level(config, params, prefix, carry, level, backend, chip)
+
+    # A loop and not an unrolled chain: one level is compiled, however deep the tree.
+    start = Level(frontier, jnp.zeros(rows_shape, last_states.dtype))
+    levels = jnp.arange(1, shape.max_depth, dtype=jnp.int32)
+    _, below = lax.scan(next_level, start, levels)
+
+    def pool(first: jax.Array, rest: jax.Array) -> jax.Array:
+        """[B, C] of [B, K] and [D-1, B, K²]."""
+        return jnp.concatenate([first, rest.transpose(1, 0, 2).reshape(batch, -1)], axis=1)
+
     return build_tree(
-        jnp.concatenate([level.scores for level in found], axis=1),
-        jnp.concatenate([level.parents for level in found], axis=1),
-        jnp.concatenate([level.tokens for level in found], axis=1),
+        pool(scores, below.scores),
+        pool(jnp.full((batch, k), -1, jnp.int32), below.parents),
+        pool(tokens, below.tokens),
         root_tokens,
         num_nodes=shape.max_nodes,
         max_depth=shape.max_depth,
         backend=Backend.XLA,
     )
+
+
+def _expand_level(
+    config: HeadConfig,
+    params: Params,
+    prefix: Prefix,
+    carry: Level,
+    level: jax.Array,
+    backend: Backend,
+    chip: Chip | None,
+) -> tuple[Level, Candidates]:
+    """One level: the frontier through the head, its K² children, and the best of them."""
+    frontier = carry.frontier
+    batch, k = frontier.tokens.shape
+    outs, rows = _run(config, params, prefix, carry, level, backend, chip)
+    logits = score(config, params, outs.reshape(batch * k, -1))
+    logps, tokens = _children(config, params, logits, k)
+    scores = frontier.scores[:, :, None] + logps.reshape(batch, k, k)
+    children = Candidates(
+        scores.reshape(batch, k * k),
+        jnp.repeat(frontier.pool_index, k, axis=1),
+        tokens.reshape(batch, k * k),
+    )
+    return Level(_next_frontier(frontier, children, outs, level), rows), children
 
 
 def _children(
@@ -139,39 +170,36 @@ def _run(
     config: HeadConfig,
     params: Params,
     prefix: Prefix,
-    frontier: Frontier,
-    tree_rows: jax.Array,
-    level: int,
+    carry: Level,
+    level: jax.Array,
     backend: Backend,
     chip: Chip | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The head on the frontier: states [B, K, H], and the tree's rows with the frontier's behind.
-
-    tree_rows [L, B, (level-1)·K, kv_heads, 2·head_dim].
+    """The head on the frontier: states [B, K, H], and the tree's rows with the frontier's among
+    them.
     """
+    frontier = carry.frontier
     batch, k = frontier.tokens.shape
-    slots = jnp.arange(batch + 1, dtype=jnp.int32)
-    live = jnp.minimum(slots, prefix.num_live)  # slots that are not in use have no rows
+    num_rows = carry.rows.shape[2]
+    live = jnp.minimum(jnp.arange(batch + 1, dtype=jnp.int32), prefix.num_live)
     zeros = jnp.zeros((batch,), jnp.int32)
-
-    def with_past(layer: int, block_kv: jax.Array) -> jax.Array:
-        own = block_kv.reshape(batch, k, *block_kv.shape[1:])
-        return jnp.concatenate([tree_rows[layer], own], axis=1)
+    first = (level - 1) * k
 
     def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
-        block = with_past(layer, block_kv)
+        own = block_kv.reshape(batch, k, *block_kv.shape[1:])
+        block = lax.dynamic_update_slice_in_dim(carry.rows[layer], own, first, axis=1)
         return tree_attention(
             q,
-            block.reshape(-1, *block.shape[2:]),
+            block.reshape(batch * num_rows, *block.shape[2:]),
             prefix.pages,
             layer,
             prefix.page_table,
             prefix.kv_lens,
-            live * k,
-            live * (level * k),
+            live * k,  # slots that are not in use have no rows
+            live * num_rows,
             zeros,
             frontier.bits.reshape(batch * k, -1),
-            zeros + (level - 1) * k,
+            zeros + first,
             scale=config.attention_scale,
             window=config.windows[layer],
             backend=backend,
@@ -181,36 +209,33 @@ def _run(
     embed = head_embed(config, params, frontier.tokens.reshape(-1))
     # A node at depth d stands at position kv_len + d - 1: the pair behind the last committed one
     # belongs to the root's children.
-    positions = jnp.repeat(prefix.kv_lens + jnp.int32(level - 1), k)
+    positions = jnp.repeat(prefix.kv_lens + (level - 1), k)
     states = frontier.states.reshape(batch * k, -1)
     outs, block_kv = head_forward(config, params, embed, states, positions, attend)
-    rows = [with_past(layer, block_kv[layer]) for layer in range(config.num_layers)]
-    return outs.reshape(batch, k, -1), jnp.stack(rows)
+    own = block_kv.reshape(config.num_layers, batch, k, *block_kv.shape[2:])
+    rows = lax.dynamic_update_slice_in_dim(carry.rows, own, first, axis=2)
+    return outs.reshape(batch, k, -1), rows
 
 
 def _next_frontier(
-    frontier: Frontier,
-    children: Candidates,
-    outs: jax.Array,
-    level: int,
-    level_start: int,
-    num_words: int,
+    frontier: Frontier, children: Candidates, outs: jax.Array, level: jax.Array
 ) -> Frontier:
-    """The best K of the frontier's K² children, which stand from `level_start` on in the pool."""
+    """The best K of the frontier's K² children; they stand behind all earlier ones in the pool."""
     k = frontier.tokens.shape[1]
     scores, chosen = lax.top_k(children.scores, k)
     parent = chosen // k
     above = jnp.take_along_axis(frontier.bits, parent[:, :, None], axis=1)
+    own = _own_bits(level * k, k, above.shape[2])
     return Frontier(
         tokens=jnp.take_along_axis(children.tokens, chosen, axis=1),
         scores=scores,
-        pool_index=chosen + jnp.int32(level_start),
+        pool_index=chosen + k + (level - 1) * k * k,
         states=jnp.take_along_axis(outs, parent[:, :, None], axis=1),
-        bits=above | _own_bits(level * k, k, num_words),
+        bits=above | own,
     )
 
 
-def _own_bits(first_row: int, num_rows: int, num_words: int) -> jax.Array:
+def _own_bits(first_row: jax.Array | int, num_rows: int, num_words: int) -> jax.Array:
     """uint32 [num_rows, W]: row i names tree row first_row + i."""
     row = first_row + jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     word = jnp.arange(num_words, dtype=jnp.int32)[None]

@@ -250,7 +250,25 @@ class DraftMachine:
         self.num_ignored_rows += num_rows - sequence.features.put(block.position, block.rows)
         return []
 
+    def refuse(self, sequence_id: bytes, epoch: int, message: str) -> list[Event]:
+        """Tells the owner of a block of features that it could not be read."""
+        sequence = self._registry.get(sequence_id)
+        if sequence is None or epoch != sequence.epoch:
+            return []
+        failure = SequenceFailure(ErrorCode.INVALID, message, sequence.state)
+        return [_failed(sequence.stream, sequence_id, epoch, failure)]
+
     # -- steps
+
+    def expects_features(self, since: float) -> bool:
+        """Whether a tree that was wished for after `since` still lacks features."""
+        return any(
+            sequence.pending is not None
+            and sequence.pending.since > since
+            and not sequence.in_flight
+            and not sequence.can_draft
+            for sequence in self._registry
+        )
 
     def plan(self, now: float) -> Plan:
         """The next step; its works are empty when there is nothing to run."""
@@ -267,17 +285,20 @@ class DraftMachine:
         return events
 
     def fail(self, works: Sequence[SequenceWork], message: str, now: float) -> list[Event]:
-        """After a step that failed: its sequences are gone, and said to be."""
+        """After a step that failed. It had been given the pages, so nobody's rows are sure any
+        more: every sequence is gone, and said to be.
+        """
         events: list[Event] = []
-        for sequence in self._stepper.abandon(works):
-            if not sequence.closed:
-                state = SequenceState(epoch=sequence.epoch)
-                failure = SequenceFailure(ErrorCode.INTERNAL, message, state, sequence.next_round)
-                events.append(
-                    _failed(sequence.stream, sequence.sequence_id, sequence.epoch, failure)
-                )
-                self._registry.forget(sequence)
-            self._residency.put_out(sequence)
+        failed = self._stepper.abandon(works)
+        for sequence in failed:
+            if sequence.closed:
+                self._residency.put_out(sequence)
+        for sequence in self._registry:
+            state = SequenceState(epoch=sequence.epoch)
+            failure = SequenceFailure(ErrorCode.INTERNAL, message, state, sequence.next_round)
+            events.append(_failed(sequence.stream, sequence.sequence_id, sequence.epoch, failure))
+            self._registry.forget(sequence)
+        for sequence in failed:
             self._perform_deferred(sequence, now, events)
         return events
 

@@ -25,6 +25,7 @@ HostArray = npt.NDArray[Any]
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLED_FILE = "pytorch_model.bin"
+PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 FETCH_AGAIN = "download the model again or point to a complete directory"
 
@@ -202,17 +203,16 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: is not a directory; {FETCH_AGAIN}")
     if (directory / INDEX_FILE).exists():
-        return _open_sharded(directory)
+        return _open_sharded(directory, INDEX_FILE)
     if (directory / SINGLE_FILE).exists():
         return Checkpoint(directory, open_safetensors(directory / SINGLE_FILE))
     found = sorted(directory.glob("*.safetensors"))
     if len(found) == 1:
         return Checkpoint(directory, open_safetensors(found[0]))
+    if (directory / PICKLED_INDEX_FILE).exists():
+        return _open_sharded(directory, PICKLED_INDEX_FILE)
     if (directory / PICKLED_FILE).exists():
-        # Imported here, as that module builds on this one.
-        from models.pickled import open_pickled
-
-        return Checkpoint(directory, open_pickled(directory / PICKLED_FILE))
+        return Checkpoint(directory, _open_file(directory / PICKLED_FILE))
     what = (
         f"{len(found)} safetensors files without {INDEX_FILE}"
         if found
@@ -221,13 +221,22 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     raise CheckpointError(f"{directory}: has {what}; {FETCH_AGAIN}")
 
 
-def _open_sharded(directory: Path) -> Checkpoint:
-    index = read_json(directory / INDEX_FILE)
+def _open_file(path: Path) -> dict[str, TensorEntry]:
+    if path.suffix != ".bin":
+        return open_safetensors(path)
+    # Imported here, as that module builds on this one.
+    from models.pickled import open_pickled
+
+    return open_pickled(path)
+
+
+def _open_sharded(directory: Path, index_file: str) -> Checkpoint:
+    index = read_json(directory / index_file)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{directory / INDEX_FILE}: has no weight_map; {FETCH_AGAIN}")
+        raise CheckpointError(f"{directory / index_file}: has no weight_map; {FETCH_AGAIN}")
     shards = {
-        shard: open_safetensors(directory / Path(str(shard)).name)
+        shard: _open_file(directory / Path(str(shard)).name)
         for shard in sorted(set(weight_map.values()))
     }
     entries: dict[str, TensorEntry] = {}

@@ -37,6 +37,12 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _HASH_CHUNK_BYTES = 1 << 22
 
 
+def default_cache_dir() -> Path:
+    """Where fetched models are kept for this user: the XDG cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME")  # the desktop's convention, no setting of ours
+    return (Path(base) if base else Path.home() / ".cache") / "canopy" / "models"
+
+
 def fetch_smollm2(
     cache_dir: str | Path,
     progress: StageProgress | None = None,

@@ -131,6 +131,7 @@ def open_pickled(path: Path) -> dict[str, TensorEntry]:
         AttributeError,
         EOFError,
         IndexError,
+        OverflowError,
         TypeError,
         ValueError,
         KeyError,
@@ -159,8 +160,10 @@ def _entry(
         )
     reach = sum((n - 1) * step for n, step in zip(value.shape, value.strides, strict=True))
     num_elements = reach + 1 if math.prod(value.shape) else 0
-    if min((value.offset, *value.shape, *value.strides)) < 0 or (
-        (value.offset + num_elements) * item > info.file_size
+    if (
+        min((value.offset, *value.shape, *value.strides)) < 0
+        or (value.offset + num_elements) * item > info.file_size
+        or math.prod(value.shape) * item > info.file_size  # a few bytes repeated to fill memory
     ):
         raise CheckpointError(
             f"{path}: tensor {name} reaches beyond its storage; download it again"

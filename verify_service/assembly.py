@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from common.errors import StartupError
 from common.log import get_logger
 from common.tensors import FeatureDtype
 from kernels.backend import backend_for_platform
-from kernels.chips import chip_named
+from kernels.chips import chip_by_name
 from models.config import TargetConfig
 from models.eagle3.description import FeatureKind, HeadOverrides
 from models.eagle3.loader import open_head
@@ -62,12 +63,13 @@ def assemble(config: VerifyConfig) -> Assembly:
     begun = time.monotonic()
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
-    return Assembly(engine, _limits(config, target), _info(config, target, identity))
+    return Assembly(engine, _limits(config, engine), _info(config, target, identity))
 
 
 def _set_up_jax(config: VerifyConfig) -> None:
-    jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    update: Any = jax.config.update
+    update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
+    update("jax_numpy_dtype_promotion", "strict")
     if config.compile_cache:
         directory = Path(config.compile_cache).expanduser()
         try:
@@ -77,7 +79,7 @@ def _set_up_jax(config: VerifyConfig) -> None:
                 f"compile_cache: {directory} cannot be made ({error}); choose another directory or"
                 " set it to nothing"
             ) from error
-        jax.config.update("jax_compilation_cache_dir", str(directory))
+        update("jax_compilation_cache_dir", str(directory))
     try:
         jax.devices()
     except RuntimeError as error:
@@ -105,9 +107,9 @@ def _boundaries(config: VerifyConfig) -> tuple[int, ...] | None:
 
 def _engine(config: VerifyConfig, target: TargetConfig, params: dict[str, object]) -> DeviceEngine:
     try:
-        chip = chip_named(config.chip) if config.chip else None
+        chip = chip_by_name(config.chip) if config.chip else None
     except ValueError as error:
-        raise StartupError(f"chip: {error}") from error
+        raise StartupError(str(error)) from error
     return DeviceEngine(
         target,
         params,
@@ -118,6 +120,7 @@ def _engine(config: VerifyConfig, target: TargetConfig, params: dict[str, object
             max_context_len=_context(config, target),
             max_tree_nodes=config.max_tree_nodes,
             max_depth=config.max_tree_depth,
+            row_buckets=config.row_buckets,
             max_rows=config.max_step_tokens,
             min_rows=8 if config.platform == "tpu" else 1,
             backend=backend_for_platform(config.platform),
@@ -130,10 +133,10 @@ def _context(config: VerifyConfig, target: TargetConfig) -> int:
     return min(config.max_context_tokens, target.max_positions)
 
 
-def _limits(config: VerifyConfig, target: TargetConfig) -> VerifyLimits:
+def _limits(config: VerifyConfig, engine: DeviceEngine) -> VerifyLimits:
     return VerifyLimits(
-        vocab_size=target.vocab_size,
-        max_context_len=_context(config, target),
+        vocab_size=engine.target.vocab_size,
+        max_context_len=engine.config.max_context_len,
         max_tree_nodes=config.max_tree_nodes,
         max_tree_depth=config.max_tree_depth,
         max_sequences=config.max_sequences,
@@ -142,7 +145,7 @@ def _limits(config: VerifyConfig, target: TargetConfig) -> VerifyLimits:
         num_pages=config.num_pages,
         max_step_tokens=config.max_step_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
-        max_stop_tokens=EngineConfig.max_stop_tokens,
+        max_stop_tokens=engine.config.max_stop_tokens,
         feature_window_tokens=config.feature_window_tokens,
         grace_seconds=config.grace_seconds,
         pause_seconds=config.pause_seconds,

@@ -15,6 +15,9 @@ import numpy.typing as npt
 from common.packing import Field, Packing
 from verify_service.step import SequenceWork
 
+ROW_BUCKETS = (1, 8, 16, 64, 256, 1024)
+"""Coarse: each bucket is a program of all layers, and compiling one takes long on a small CPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

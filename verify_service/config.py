@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from common.config import IntList, ServiceConfig
+from verify_service.batch import ROW_BUCKETS
 
 
 class VerifyConfig(ServiceConfig):
@@ -39,6 +40,9 @@ class VerifyConfig(ServiceConfig):
     )
     max_step_tokens: int = Field(
         256, ge=8, le=1024, description="Rows of a step: 8, 16, 32 and so on up to 1024."
+    )
+    row_buckets: IntList = Field(
+        ROW_BUCKETS, description="Rows that steps are padded to; one program is compiled for each."
     )
     max_prefill_tokens: int = Field(
         128, ge=1, le=1024, description="Prefill rows of a step while other sequences decode."

@@ -28,12 +28,11 @@ from kernels.tree_attention.api import tree_attention
 from models.config import TargetConfig
 from models.layers import Params
 from models.target import target_forward, target_logits
-from verify_service.batch import BatchShape, Bucket, pack
+from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
 from verify_service.step import SequenceOutcome, SequenceWork
 
 _logger = get_logger("verify.engine")
 
-ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 ALL_NODES_UP_TO_ROWS = 64
 """Up to here every row may be a node; larger steps are mostly prefill and have few nodes."""
 
@@ -48,6 +47,7 @@ class EngineConfig:
     max_context_len: int  # tokens of one sequence
     max_tree_nodes: int  # root included
     max_depth: int = 16
+    row_buckets: tuple[int, ...] = ROW_BUCKETS  # ascending; those above max_rows are left out
     max_rows: int = 256
     min_rows: int = 1  # 8 on TPU: one-row matrix products take another, slower path there
     max_stop_tokens: int = 80
@@ -66,14 +66,16 @@ class EngineConfig:
 
     def buckets(self) -> tuple[Bucket, ...]:
         """Every bucket that a step may take, smallest first."""
-        sizes = [s for s in ROW_BUCKETS if self.min_rows <= s <= self.max_rows]
+        smaller = [s for s in self.row_buckets if self.min_rows <= s < self.max_rows]
+        sizes = [*smaller, self.max_rows]
         table: list[Bucket] = []
         for size in sizes:
             if size <= ALL_NODES_UP_TO_ROWS:
                 table.append(Bucket(size, size))
             else:
-                few = [n for n in (8, ALL_NODES_UP_TO_ROWS) if n < size]
-                table.extend(Bucket(size, n) for n in (*few, size))
+                most = min(size, self.max_sequences * self.max_tree_nodes)
+                few = {min(n, most) for n in (16, ALL_NODES_UP_TO_ROWS, most)}
+                table.extend(Bucket(size, n) for n in sorted(few))
         return tuple(table)
 
 

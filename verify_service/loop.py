@@ -1,8 +1,8 @@
 """The engine loop: plan → device → retire → frames out, while commands come in beside it.
 
-One asyncio task drives the machine; `engine.run` blocks on a thread of its own. Commands are handled
-on arrival, also while the device runs. The next step is planned and launched before the results of
-the last one are put into frames, so that encoding costs the device nothing.
+One asyncio task drives the machine; `engine.run` blocks on a thread of its own. Commands are
+handled on arrival, also while the device runs. The next step is planned and launched before the
+results of the last one are put into frames, so that encoding costs the device nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from common.log import get_logger
 from common.types import FeatureRows
 from verify_service.commands import Command
-from verify_service.events import Event
+from verify_service.events import Event, Failed
 from verify_service.machine import VerifyMachine
 from verify_service.metrics import VerifyMetrics
 from verify_service.step import SequenceOutcome, SequenceWork, VerifyEngine
@@ -61,6 +61,7 @@ class VerifyLoop:
         self._metrics = metrics
         self._gather_seconds = gather_seconds
         self._wake = asyncio.Event()
+        self._changed = asyncio.Event()  # a frame was handled
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verify-engine")
         self._finished: list[Event] = []  # of the last step, not delivered yet
         self._failures = 0
@@ -74,12 +75,14 @@ class VerifyLoop:
     def disconnect(self, stream: int) -> None:
         self._machine.disconnect(stream, time.monotonic())
 
-    def submit(self, stream: int, commands: Iterable[Command]) -> None:
-        """Handles a frame's commands at once."""
+    def submit(self, stream: int, commands: Iterable[Command], errors: Iterable[Failed]) -> None:
+        """Handles a frame's commands at once. `errors`: of those that could not be read."""
+        self._flush([self._machine.with_state(error) for error in errors])
         events = self._machine.handle(stream, commands, time.monotonic())
         self._flush(events)
         self._on_features()
         self._wake.set()
+        self._changed.set()
 
     def next_features(self, stream: int, max_bytes: int) -> FeatureRows | None:
         return self._machine.next_features(stream, max_bytes)
@@ -99,7 +102,10 @@ class VerifyLoop:
         """Takes no new sequences; returns when the last one is closed."""
         self._machine.drain()
         while self._machine.num_sequences:
-            await asyncio.sleep(0.05)
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):  # leases end without a command
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._changed.wait()
 
     def stop(self) -> None:
         """Waits for a running step; the device must not outlive its thread."""
@@ -122,7 +128,7 @@ class VerifyLoop:
             await self._sleep(TICK_SECONDS)
 
     async def _gather(self, now: float) -> float:
-        """Waits a moment while sequences that just ended a round may come back; returns the time."""
+        """Waits a moment for sequences that just ended a round; returns the time."""
         deadline = now + self._gather_seconds
         while now < deadline and self._machine.expects_more(now, RECENT_SECONDS):
             self._flush()

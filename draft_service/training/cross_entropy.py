@@ -30,7 +30,9 @@ def make_cross_entropy(dtype: str) -> Callable[..., Result]:
     """
     product = make_product(dtype)
 
-    def block(inputs: tuple[jax.Array, ...], lm_head: jax.Array, turned: jax.Array) -> tuple[jax.Array, ...]:
+    def block(
+        inputs: tuple[jax.Array, ...], lm_head: jax.Array, turned: jax.Array
+    ) -> tuple[jax.Array, ...]:
         states, taught, labels, weights = inputs
         teacher = product(taught, lm_head)
         head = product(states, lm_head)
@@ -46,7 +48,10 @@ def make_cross_entropy(dtype: str) -> Callable[..., Result]:
         return jnp.sum(entropy * weights), hits, product(slope, turned)
 
     def run(
-        states: jax.Array, taught: jax.Array, labels: jax.Array, weights: jax.Array,
+        states: jax.Array,
+        taught: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array,
         lm_head: jax.Array,
     ) -> tuple[Result, jax.Array]:
         rows = states.shape[0]
@@ -62,11 +67,16 @@ def make_cross_entropy(dtype: str) -> Callable[..., Result]:
         losses, hits, slopes = jax.lax.map(
             lambda inputs: block(inputs, table, turned), tuple(blocks)
         )
-        return (jnp.sum(losses), hits.reshape(-1)[:rows]), slopes.reshape(-1, states.shape[1])[:rows]
+        return (jnp.sum(losses), hits.reshape(-1)[:rows]), slopes.reshape(-1, states.shape[1])[
+            :rows
+        ]
 
     @jax.custom_vjp
     def cross_entropy(
-        states: jax.Array, taught: jax.Array, labels: jax.Array, weights: jax.Array,
+        states: jax.Array,
+        taught: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array,
         lm_head: jax.Array,
     ) -> Result:
         return run(states, taught, labels, weights, lm_head)[0]

@@ -64,7 +64,9 @@ def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
     return samples
 
 
-def split_validation(count: int, num_validation: int, seed: int = 0) -> tuple[Int32Array, Int32Array]:
+def split_validation(
+    count: int, num_validation: int, seed: int = 0
+) -> tuple[Int32Array, Int32Array]:
     """Sample indices (training, validation), both sorted, chosen by `seed` alone."""
     if num_validation >= count:
         raise ValueError(

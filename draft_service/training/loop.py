@@ -1,7 +1,7 @@
 """The training loop: AdamW steps, checkpoints that resume exactly, progress, validation.
 
-    OUTPUT/checkpoint.npz   params, optimiser state, step, seconds; replaced atomically
-    OUTPUT/log.jsonl        one JSON object per report
+OUTPUT/checkpoint.npz   params, optimiser state, step, seconds; replaced atomically
+OUTPUT/log.jsonl        one JSON object per report
 """
 
 from __future__ import annotations
@@ -112,9 +112,7 @@ class Trainer:
                         f" needs {old.shape}; choose another output or delete the checkpoint"
                     )
             params, optimiser = jax.tree.unflatten(structure, [jnp.asarray(x) for x in loaded])
-            self.state = TrainState(
-                params, optimiser, int(saved["step"]), float(saved["seconds"])
-            )
+            self.state = TrainState(params, optimiser, int(saved["step"]), float(saved["seconds"]))
         return True
 
     def save(self) -> None:
@@ -224,7 +222,9 @@ def summarise_chains(sequences: list[tuple[Any, Any]]) -> dict[str, Any]:
                     break
                 hit_at[accepted] += 1
                 accepted += 1
-            if accepted == depth or present[anchor, accepted]:  # a round cut off by the end is not one
+            if (
+                accepted == depth or present[anchor, accepted]
+            ):  # a round cut off by the end is not one
                 rounds += 1
                 emitted += accepted + 1
             anchor += accepted + 1

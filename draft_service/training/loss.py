@@ -78,7 +78,7 @@ def batch_loss(
             frozen.lm_head,
         )
         total = total + step_decay**step * mean
-        metrics.append((mean * count, jnp.sum(hits.reshape(counted.shape) * counted), own))
+        metrics.append((mean * count, _sum_where(counted, hits), own))
     columns = [jnp.stack(column) for column in zip(*metrics, strict=True)]
     return total, StepMetrics(*columns)
 
@@ -101,6 +101,10 @@ def chain_hits(
     return jnp.stack(hits, axis=-1), jnp.stack(present, axis=-1)
 
 
+def _sum_where(weights: jax.Array, hits: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(hits.reshape(weights.shape), weights, 0.0))
+
+
 def _geometry(batch: Batch, num_steps: int) -> tuple[int, int]:
     """(P, R) from the batch's shapes."""
     rows = batch.teacher_hidden.shape[1] - num_steps + 1
@@ -113,9 +117,14 @@ def _outputs(
     prompt_columns, _ = _geometry(batch, num_steps)
     return list(
         unroll(
-            shape, params, frozen.embedding, batch.tokens,
+            shape,
+            params,
+            frozen.embedding,
+            batch.tokens,
             batch.features.astype(jnp.float32) * frozen.feature_scale,
-            batch.starts, prompt_columns, num_steps,
+            batch.starts,
+            prompt_columns,
+            num_steps,
         )
     )
 

@@ -176,9 +176,7 @@ def fuse(shape: HeadShape, params: Params, features: jax.Array) -> jax.Array:
     return make_matmul(shape.matmul_dtype)(features, params["fc"])
 
 
-def head_logits(
-    shape: HeadShape, params: Params, lm_head: jax.Array, out: jax.Array
-) -> jax.Array:
+def head_logits(shape: HeadShape, params: Params, lm_head: jax.Array, out: jax.Array) -> jax.Array:
     """Head output [..., H] → float32 logits [..., draft_vocab]; the final norm is inside."""
     normed = rms_norm(out, params["norm"], shape.norm_eps)
     return make_matmul(shape.matmul_dtype)(normed, lm_head)

@@ -66,8 +66,14 @@ def unroll(
     for layer in range(shape.num_layers):
         skipped = first if layer == shape.num_layers - 1 else 0
         hidden = run_layer(
-            shape, layer, params["layers"][layer], embed, hidden, column,
-            partial(_attend_prefix, keys[layer], real, skipped), skipped,
+            shape,
+            layer,
+            params["layers"][layer],
+            embed,
+            hidden,
+            column,
+            partial(_attend_prefix, keys[layer], real, skipped),
+            skipped,
         )
     yield hidden
     anchors = column[first:]
@@ -75,7 +81,12 @@ def unroll(
         embed = embedding[tokens[:, first + 1 + step : columns + 1 + step]]
         for layer in range(shape.num_layers):
             hidden = run_layer(
-                shape, layer, params["layers"][layer], embed, hidden, anchors + step,
+                shape,
+                layer,
+                params["layers"][layer],
+                embed,
+                hidden,
+                anchors + step,
                 partial(_attend_own, keys[layer], real, first),
             )
         yield hidden
@@ -100,8 +111,7 @@ def _attend_own(
     grouped = _group(q, k.shape[2])
     scale = q.shape[-1] ** -0.5
     own_scores = [
-        jnp.einsum("brkgd,brkd->bkgr", grouped, own_k)[..., None] * scale
-        for own_k, _ in keys.own
+        jnp.einsum("brkgd,brkd->bkgr", grouped, own_k)[..., None] * scale for own_k, _ in keys.own
     ]
     scores = jnp.concatenate([_scores(q, prefix_k, real, first_query), *own_scores], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)

@@ -12,14 +12,15 @@ def _path_minimum(scores: jax.Array, parents: jax.Array, max_depth: int) -> jax.
     """Smallest score between the root and each candidate; NaN counts as -inf. [B, C].
 
     Pointer doubling: after i rounds a candidate has looked 2^i - 1 ancestors up. The root is
-    an extra last column of score +inf that is its own parent.
+    an extra last column of score 0 that is its own parent.
     """
     batch, pool = scores.shape
-    low = jnp.where(jnp.isnan(scores), -jnp.inf, scores).astype(jnp.float32)
-    low = jnp.concatenate([low, jnp.full((batch, 1), jnp.inf, jnp.float32)], axis=1)
+    low = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    low = jnp.where(low == 0, 0.0, low)  # the top-k puts 0 above -0
+    low = jnp.concatenate([low, jnp.zeros((batch, 1), jnp.float32)], axis=1)
     up = jnp.concatenate([parents, jnp.full((batch, 1), -1, jnp.int32)], axis=1)
     up = jnp.where(up < 0, pool, up)
-    for _ in range(max(1, max_depth - 1).bit_length()):
+    for _ in range(max_depth.bit_length()):
         low = jnp.minimum(low, jnp.take_along_axis(low, up, axis=1))
         up = jnp.take_along_axis(up, up, axis=1)
     return low[:, :pool]

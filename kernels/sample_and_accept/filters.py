@@ -116,9 +116,7 @@ def _log_odds(share: jax.Array) -> jax.Array:
 
 
 REACHES = (4e-3, 6e-2, 1.0)
-"""Distances, in score, at which `_top_p_distance` looks."""
-
-RIVAL_SLACK = 1e-2
+"""Distances, in score, at which margins are looked for; the last caps those that filters set."""
 
 
 def _top_p_distance(
@@ -152,9 +150,9 @@ def edge_margin(
 ) -> jax.Array:
     """How far the filters are from changing the pick, in score. `perturbed` [V]: before filtering.
 
-    The pick may leave, or a token outside that would beat it may come in. A rival's distances grow
-    as its score falls, so the best-scored rival decides; rivals that come within RIVAL_SLACK of
-    the pick count as if they beat it.
+    The pick may leave, or a token outside may come in that beats it. A token outside has to come in
+    *and* to beat the pick; the first distance grows as its score falls. So within a reach r the
+    distance is at least min(r, that of the best-scored token within r of beating the pick).
     """
     has_k, has_p, has_m = filters.top_k > 0, filters.top_p < 1.0, filters.min_p > 0.0
     far = jnp.float32(jnp.inf)
@@ -170,15 +168,17 @@ def edge_margin(
     stays = _top_p_distance(pick_score, True, scores, edges, filters.top_p)
     leaves = jnp.minimum(leaves, jnp.where(has_p, jnp.where(tied, 0.0, stays), far))
 
-    outside = scores < edges.threshold
-    beats = perturbed > pick_perturbed - jnp.float32(RIVAL_SLACK)
-    rival = jnp.max(jnp.where(outside & beats, scores, -jnp.inf))
-    waits = _top_p_distance(rival, False, scores, edges, filters.top_p)
-    enters = jnp.maximum(
-        jnp.where(rival < edges.top_k_edge, edges.top_k_edge - rival, 0.0),
-        jnp.where(rival < edges.min_p_edge, edges.min_p_edge - rival, 0.0),
-    )
-    waits = jnp.where((rival < edges.top_p_edge) & ~tied, waits, 0.0)
-    enters = jnp.maximum(enters, waits)
-    enters = jnp.where(rival > -jnp.inf, enters, far)
-    return jnp.minimum(leaves, enters)
+    def enters(reach: float) -> jax.Array:
+        beats = perturbed > pick_perturbed - jnp.float32(reach)
+        rival = jnp.max(jnp.where((scores < edges.threshold) & beats, scores, -jnp.inf))
+        waits = jnp.where(tied, 0.0, _top_p_distance(rival, False, scores, edges, filters.top_p))
+        to_edge = jnp.maximum(
+            jnp.where(rival < edges.top_k_edge, edges.top_k_edge - rival, 0.0),
+            jnp.where(rival < edges.min_p_edge, edges.min_p_edge - rival, 0.0),
+        )
+        to_edge = jnp.maximum(to_edge, jnp.where(rival < edges.top_p_edge, waits, 0.0))
+        return jnp.where(rival > -jnp.inf, jnp.minimum(to_edge, reach), reach)
+
+    nobody = ~jnp.any((scores < edges.threshold) & (scores > -jnp.inf))
+    nearest = jnp.max(jnp.stack([enters(reach) for reach in REACHES]))
+    return jnp.minimum(leaves, jnp.where(nobody, far, nearest))

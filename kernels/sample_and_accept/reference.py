@@ -117,9 +117,13 @@ def reference_walk(
         while node is not None:
             pick = int(chosen[node])
             emitted.append(pick)
-            children = [n for n in range(held.shape[0]) if above[n] == node and held[n] == pick]
+            children = [
+                n
+                for n in range(held.shape[0])
+                if above[n] == node and held[n] == pick and chosen[n] >= 0
+            ]
             node = None
-            if pick not in stops[b] and children and chosen[children[0]] >= 0:
+            if pick not in stops[b] and children:
                 node = children[0]
                 path.append(node)
         results.append((path, emitted))

@@ -37,9 +37,8 @@ class Trees:
     def child(self, node: jax.Array, pick: jax.Array) -> jax.Array:
         """int32 [K]: where `pick` leads from `node`, both [K]; -1 where the walk ends.
 
-        It ends at a stop token of the sequence, without a child that carries the pick, and before a
-        child that itself can have none: then the parent's pick is the bonus. The first of
-        several children with the same token counts.
+        It ends at a stop token of the sequence, and without a usable child that carries the pick:
+        then the pick is the bonus. Of several such children the first counts.
         """
         num_nodes = self.tokens.shape[0]
         nodes = jnp.arange(num_nodes, dtype=jnp.int32)

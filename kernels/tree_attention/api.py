@@ -94,8 +94,8 @@ def tree_attention(
                  that of the last causal row plus its number of bits
 
     A causal block row (below num_causal) sees the block's rows up to itself. A later one sees all
-    causal rows and the rows of its bits: bit k of word k//32 is block row num_causal + k. The tree in
-    a block is ordered: no row names one behind itself, every row names itself.
+    causal rows and the rows of its bits: bit k of word k//32 is block row num_causal + k. The tree
+    in a block is ordered: no row names one behind itself, every row names itself.
 
     Unused slots of pages and rows beyond block_starts[-1] may hold anything, NaN too.
     Raises ValueError at trace time for shapes or dtypes that do not fit, with both values.

@@ -26,7 +26,7 @@ class Plan:
     positions: jax.Array
 
 
-def _owners(starts: jax.Array, num_rows: int) -> jax.Array:
+def row_owners(starts: jax.Array, num_rows: int) -> jax.Array:
     """int32 [num_rows]: the sequence of each row; B for rows beyond the last."""
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     return jnp.sum(rows[:, None] >= starts[None, 1:], axis=1, dtype=jnp.int32)
@@ -47,8 +47,8 @@ def make_plan(
     """Visibility inside the blocks; arguments as in `api.tree_attention`."""
     num_rows, num_words = ancestors.shape
     batch = kv_lens.shape[0]
-    q_owner = _owners(q_starts, num_rows)
-    k_owner = _owners(block_starts, num_keys)
+    q_owner = row_owners(q_starts, num_rows)
+    k_owner = row_owners(block_starts, num_keys)
     q_seq, k_seq = jnp.minimum(q_owner, batch - 1), jnp.minimum(k_owner, batch - 1)
     q_row = jnp.arange(num_rows, dtype=jnp.int32) - q_starts[q_seq] + q_offsets[q_seq]
     k_row = jnp.arange(num_keys, dtype=jnp.int32) - block_starts[k_seq]

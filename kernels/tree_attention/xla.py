@@ -1,9 +1,9 @@
 """Tree attention in plain XLA, made for the CPU: cost follows the real lengths, nothing is
 bucketed.
 
-One loop walks over query tiles, sequence after sequence; each tile loops over its own block's
-rows, then over its prefix, gathered from pages a few at a time, with a running softmax in float32.
-Trip counts are dynamic, so neither batch nor context has a compiled width, and a row's sums run
+One loop walks over the rows in query tiles, none across two sequences; each tile loops over its
+own block, then over its prefix, gathered from pages a few at a time, with a running softmax in
+float32. Trip counts are dynamic, so neither batch nor context has a compiled width, and a row's sums run
 over the same key blocks whatever else is in the batch.
 
 A tile's size is chosen at run time among `TILES`: one row for a root alone, 16 for a tree, 128 for
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels import kv_layout
-from kernels.tree_attention.plan import Plan, make_plan
+from kernels.tree_attention.plan import Plan, make_plan, row_owners
 
 TILES = (1, 16, 128)
 """Query rows of a tile, at most."""
@@ -210,7 +210,6 @@ def tree_attention_xla(
     """Arguments as in `api.tree_attention`. Jitted: a model of many layers traces it once."""
     num_rows, q_heads, head_dim = q.shape
     num_keys, kv_heads, _ = block_kv.shape
-    batch = kv_lens.shape[0]
     sizes = _tile_sizes(num_rows)
     padding = sizes[-1]
     page_size = kv_layout.page_size_of(pages)
@@ -242,10 +241,12 @@ def tree_attention_xla(
         window=window,
     )
 
-    Carry = tuple[jax.Array, jax.Array, jax.Array]
+    owners = row_owners(q_starts, num_rows)
+    Carry = tuple[jax.Array, jax.Array]
 
     def visit(carry: Carry) -> Carry:
-        b, row, out = carry
+        row, out = carry
+        b = owners[row]
         left = q_starts[b + 1] - row
 
         def place(size: int, out: jax.Array) -> jax.Array:
@@ -254,12 +255,10 @@ def tree_attention_xla(
 
         which = jnp.sum(left > jnp.asarray(sizes[:-1], jnp.int32), dtype=jnp.int32)
         out = lax.switch(which, [functools.partial(place, size) for size in sizes], out)
-        took = jnp.asarray(sizes, jnp.int32)[which]
-        done = left <= took
-        return jnp.where(done, b + 1, b), jnp.where(done, q_starts[b + 1], row + took), out
+        return row + jnp.minimum(left, jnp.asarray(sizes, jnp.int32)[which]), out
 
-    start = (jnp.int32(0), q_starts[0], jnp.zeros((num_rows + padding, q_heads, head_dim), q.dtype))
-    *_, out = lax.while_loop(lambda carry: carry[0] < batch, visit, start)
+    start = (q_starts[0], jnp.zeros((num_rows + padding, q_heads, head_dim), q.dtype))
+    _, out = lax.while_loop(lambda carry: carry[0] < q_starts[-1], visit, start)
     # A tile's rows beyond its sequence are overwritten by the next one's; behind the last, zeros.
     live = jnp.arange(num_rows, dtype=jnp.int32) < q_starts[-1]
     return jnp.where(live[:, None, None], out[:num_rows], jnp.zeros((), q.dtype))

@@ -19,6 +19,7 @@ from models.checkpoint import FETCH_AGAIN, Checkpoint, open_checkpoint
 from models.config import TargetConfig, read_target_config
 from models.eagle3.description import FeatureKind, FuseNorm, HeadConfig, TableSource
 from models.eagle3.export import save_head
+from models.eagle3.layouts import MIDLAYER, PLAIN
 from models.eagle3.module import head_shapes
 from models.eagle3.vocabulary import Int32Array
 from models.errors import CheckpointError, ModelError
@@ -88,7 +89,8 @@ def choose_draft_vocabulary(
     if not len(special) < draft_vocab_size <= target.vocab_size:
         raise ModelError(
             f"draft_vocab_size: {draft_vocab_size} is outside ({len(special)},"
-            f" {target.vocab_size}]: it holds the special tokens, and no more than the target's vocabulary"
+            f" {target.vocab_size}]: it holds the special tokens, and no more than the target's"
+            " vocabulary"
         )
     order = np.arange(target.vocab_size)
     if token_counts is not None:
@@ -120,7 +122,7 @@ def warm_config(
 ) -> HeadConfig:
     """The description of a head of the target's own shape."""
     return HeadConfig(
-        layout="midlayer",
+        layout=MIDLAYER if num_layers == 1 or embedding_in_every_layer else PLAIN,
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
         num_states=len(target.boundaries),

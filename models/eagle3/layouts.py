@@ -90,7 +90,7 @@ class Fields:
         """Whose form this is, by its marks in config.json and in the tensors' published names."""
         if self.raw.get("transformer_layer_config") or self.raw.get("speculators_model_type"):
             return SPECULATORS
-        if self.raw.get("eagle_config"):
+        if self.raw.get("eagle_config") and "canopy" not in self.raw:  # ours has both marks
             return MODELOPT
         if any(re.match(r"(model\.)?midlayers?\.", name) for name in canonical_from):
             return MIDLAYER

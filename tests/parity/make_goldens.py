@@ -4,8 +4,8 @@ Run in an environment with torch 2.13 and transformers 5.x (not one of ours):
     python tests/parity/make_goldens.py
 
 One npz per case in goldens/: `config` (config.json as text), `w/<tensor>` (float16 values, exact in
-float32), `tokens` [T], `logits` [T, V], `boundaries` [L+1, T, H]: the residual stream entering each layer, and
-last the one before the final norm.
+float32), `tokens` [T], `logits` [T, V], `boundaries` [L+1, T, H]: the residual stream entering each
+layer, and last the one before the final norm.
 """
 
 from __future__ import annotations

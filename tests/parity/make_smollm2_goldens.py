@@ -4,8 +4,9 @@ Run in an environment with torch 2.13 and transformers 5.x (not one of ours), on
 models.fetch:
     python tests/parity/make_smollm2_goldens.py DIRECTORY
 
-One JSON line per prompt in goldens/smollm2_greedy.jsonl: `messages`, `prompt_ids`, `response_ids` (at most
-64, ending at the end-of-sequence token if it comes), `margins` (best minus second best logit, a token).
+One JSON line per prompt in goldens/smollm2_greedy.jsonl: `messages`, `prompt_ids`, `response_ids`
+(at most 64, ending at the end-of-sequence token if it comes), `margins` (best minus second best
+logit, a token).
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ CONVERSATIONS: list[list[tuple[str, str]]] = [
     [
         (
             "user",
-            "Summarise: Bees visit flowers to gather nectar. While they do so, pollen clings to their"
-            " legs and is carried on to the next flower. Without them many plants would bear no fruit,"
-            " and much of what we eat would become rare and dear. Some farmers therefore rent hives.",
+            "Summarise: Bees visit flowers to gather nectar. While they do so, pollen clings to"
+            " their legs and is carried on to the next flower. Without them many plants would bear"
+            " no fruit, and much of what we eat would become rare and dear. Some farmers therefore"
+            " rent hives.",
         )
     ],
 ]

@@ -59,9 +59,9 @@ def tiny() -> tuple[Any, Any, DeviceEngine]:
     ],
 )
 def test_tree_equals_the_reference(shape: TreeShape) -> None:
+    head, params = tiny_head(shape.max_nodes)
+    engine = tiny_engine(head, params, tree=shape, max_sequences=1)
     for seed in range(3):
-        head, params = tiny_head(seed)
-        engine = tiny_engine(head, params, tree=shape, max_sequences=1)
         tokens, features = random_history(seed, 5)
         tree = grow(engine, tokens, features, [], PAGES)
         nodes = reference_tree(
@@ -137,7 +137,8 @@ def test_not_a_number_in_features_costs_the_tree_alone(tiny: Any) -> None:
     poisoned = features.copy()
     poisoned[2] = np.nan
     tree = grow(engine, tokens, poisoned, [], [8, 9])
-    assert tree.num_nodes == 1 and tree.tokens.tolist() == [tokens[-1]]
+    assert tree.num_nodes == 1
+    assert tree.tokens.tolist() == [tokens[-1]]
     # The pages that it leaves behind hold NaN; whoever gets them next must not see it.
     assert_equal_trees(grow(engine, tokens, features, [], [8, 9]), before)
 

@@ -2,69 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_files import GOLDENS, dense_causal, load_golden, write_model
 
 from models.checkpoint import HostArray
 from models.config import TargetConfig
-from models.layers import Attend
 from models.target import load_target, target_forward, target_logits
-from models.writing import LazyTensor, write_json, write_safetensors
 
-GOLDENS = Path(__file__).parent / "goldens"
 CASES = sorted(path.stem for path in GOLDENS.glob("llama_*.npz"))
-
-
-def dense_causal(scale: float) -> Attend:
-    """Attention among the block's own rows, each seeing itself and those before."""
-
-    def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
-        k, v = jnp.split(block_kv, 2, axis=-1)
-        group = q.shape[1] // k.shape[1]
-        k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
-        scores = jnp.einsum("thd,shd->hts", q, k) * jnp.asarray(scale, q.dtype)
-        mask = jnp.tril(jnp.ones((q.shape[0], q.shape[0]), bool))
-        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-        return jnp.einsum("hts,shd->thd", weights, v)
-
-    return attend
-
-
-def write_model(
-    directory: Path, config: dict[str, object], weights: dict[str, HostArray], shards: int = 1
-) -> None:
-    """A Hugging Face-style directory; with more than one shard, an index beside them."""
-    write_json(directory / "config.json", config)
-    names = sorted(weights)
-    if shards == 1:
-        tensors = {name: LazyTensor.of(weights[name]) for name in names}
-        write_safetensors(directory / "model.safetensors", tensors)
-        return
-    weight_map = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        mine = names[shard::shards]
-        write_safetensors(directory / file, {n: LazyTensor.of(weights[n]) for n in mine})
-        weight_map |= dict.fromkeys(mine, file)
-    write_json(directory / "model.safetensors.index.json", {"weight_map": weight_map})
-
-
-def load_golden(name: str) -> tuple[dict[str, object], dict[str, HostArray], dict[str, HostArray]]:
-    with np.load(GOLDENS / f"{name}.npz") as golden:
-        config = json.loads(str(golden["config"]))
-        weights = {key[2:]: golden[key] for key in golden.files if key.startswith("w/")}
-        arrays = {key: golden[key] for key in ("tokens", "logits", "boundaries")}
-    return config, weights, arrays
 
 
 def run(config: TargetConfig, params: dict[str, object], tokens: HostArray) -> list[HostArray]:
     positions = jnp.arange(tokens.size, dtype=jnp.int32)
-    attend = dense_causal(config.attention_scale)
+    attend = dense_causal(config.attention_scale, tokens.size)
     hidden, _, features = target_forward(config, params, jnp.asarray(tokens), positions, attend)
     return [np.asarray(target_logits(config, params, hidden)), np.asarray(features)]
 
@@ -74,7 +28,7 @@ def run(config: TargetConfig, params: dict[str, object], tokens: HostArray) -> l
 def test_target_equals_transformers(name: str, shards: int, tmp_path: Path) -> None:
     raw, weights, golden = load_golden(name)
     write_model(tmp_path, raw, weights, shards)
-    layers = int(raw["num_hidden_layers"])  # type: ignore[call-overload]
+    layers = int(raw["num_hidden_layers"])
     config, params = load_target(tmp_path, boundaries=range(layers + 1))
     logits, features = run(config, params, golden["tokens"])
     np.testing.assert_allclose(logits, golden["logits"], rtol=2e-4, atol=2e-4)

@@ -1,0 +1,157 @@
+"""Puts the engine together from settings: head, the target's tables, sizes. Loads and compiles.
+
+Everything here blocks and runs on a thread before the service says SERVING.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from canopy.v1 import draft_pb2, types_pb2
+from common.errors import StartupError
+from common.log import get_logger
+from common.tensors import FeatureDtype
+from draft_service.config import DraftConfig
+from draft_service.engine import DeviceEngine, EngineConfig
+from draft_service.limits import DraftLimits
+from kernels.backend import backend_for_platform
+from kernels.chips import chip_by_name
+from models.eagle3 import AuxReading, FeatureKind, HeadConfig, HeadOverrides, load_head
+from models.errors import ModelError
+from models.identity import Identity, target_identity
+
+PROTOCOL_VERSION = 1
+_logger = get_logger("draft.assembly")
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    engine: DeviceEngine
+    limits: DraftLimits
+    info: draft_pb2.GetDraftInfoResponse
+
+
+def assemble(config: DraftConfig) -> Assembly:
+    """The warm engine and what is said of it. Raises StartupError with one line."""
+    _set_up_jax(config)
+    begun = time.monotonic()
+    try:
+        identity = target_identity(config.target_directory)
+        head, params = load_head(
+            config.head,
+            config.target_directory,
+            dtype=jnp.dtype(config.dtype),
+            overrides=_overrides(config),
+        )
+    except ModelError as error:
+        raise StartupError(f"head: {error}") from error
+    for choice in head.provenance:
+        _logger.info(
+            "head setting",
+            field=choice.field, value=choice.value, source=choice.source, assumed=choice.assumed,
+        )  # fmt: skip
+    _logger.info("head loaded", seconds=round(time.monotonic() - begun, 2))
+    engine = _engine(config, head, params)
+    begun = time.monotonic()
+    engine.warm_up()
+    _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
+    return Assembly(engine, _limits(config, head), _info(config, head, identity))
+
+
+def _set_up_jax(config: DraftConfig) -> None:
+    update: Any = jax.config.update
+    update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
+    update("jax_numpy_dtype_promotion", "strict")
+    if config.compile_cache:
+        directory = Path(config.compile_cache).expanduser()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartupError(
+                f"compile_cache: {directory} cannot be made ({error}); choose another directory or"
+                " set it to nothing"
+            ) from error
+        update("jax_compilation_cache_dir", str(directory))
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise StartupError(
+            f"platform: no {config.platform} device ({reason}); set --platform cpu"
+        ) from error
+
+
+def _overrides(config: DraftConfig) -> HeadOverrides:
+    return HeadOverrides(
+        boundaries=config.boundaries or None,
+        aux_reading=AuxReading(config.aux_reading) if config.aux_reading else None,
+    )
+
+
+def _engine(config: DraftConfig, head: HeadConfig, params: dict[str, Any]) -> DeviceEngine:
+    try:
+        return DeviceEngine(
+            head,
+            params,
+            EngineConfig(
+                num_pages=config.num_pages,
+                page_size=config.page_size_tokens,
+                max_context_len=config.max_context_tokens,
+                tree=config.tree,
+                max_sequences=config.max_step_sequences,
+                max_draft_rows=config.max_draft_tokens,
+                max_extend_rows=config.max_extend_tokens,
+                min_rows=8 if config.platform == "tpu" else 1,
+                backend=backend_for_platform(config.platform),
+                chip=chip_by_name(config.chip) if config.chip else None,
+            ),
+        )
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+
+
+def _limits(config: DraftConfig, head: HeadConfig) -> DraftLimits:
+    return DraftLimits(
+        vocab_size=head.target_vocab_size,
+        feature_size=head.feature_size,
+        max_context_len=config.max_context_tokens,
+        tree=config.tree,
+        max_sequences=config.max_sequences,
+        page_size=config.page_size_tokens,
+        num_pages=config.num_pages,
+        max_step_sequences=config.max_step_sequences,
+        max_draft_rows=config.max_draft_tokens,
+        max_extend_rows=config.max_extend_tokens,
+        recent_rows=config.recent_feature_rows,
+        max_waiting_bytes=config.feature_memory_bytes,
+        grace_seconds=config.grace_seconds,
+    )
+
+
+def _info(
+    config: DraftConfig, head: HeadConfig, identity: Identity
+) -> draft_pb2.GetDraftInfoResponse:
+    kinds = {FeatureKind.AUX: "FEATURE_KIND_AUX", FeatureKind.LAST: "FEATURE_KIND_LAST"}
+    dtype = FeatureDtype.of(head.dtype)
+    return draft_pb2.GetDraftInfoResponse(
+        protocol_version=PROTOCOL_VERSION,
+        head_name=config.head.resolve().name,
+        target=types_pb2.TargetIdentity(**identity.as_dict()),
+        features=types_pb2.FeatureSpec(
+            kind=kinds[head.feature_kind],
+            boundaries=head.boundaries,
+            dtype=f"FEATURE_DTYPE_{dtype.name}",
+            row_width=head.feature_size,
+        ),
+        max_context_len=config.max_context_tokens,
+        max_tree=types_pb2.TreeShape(
+            max_depth=config.max_depth, top_k=config.top_k, max_nodes=config.max_nodes
+        ),
+        max_sequences=config.max_sequences,
+    )

@@ -1,0 +1,168 @@
+"""Between wire messages and the machine's commands and events: the only code here that knows both.
+
+A command that cannot be read becomes a `Failed` event of its own sequence; nothing a router sends
+ends its stream. `Open.sampling` is not read: a drafter's guesses are right or wrong by the target's
+pick, whatever the sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+from canopy.v1 import draft_pb2, types_pb2
+from common.tensors import FeatureDtype, FeaturePiece, join_piece
+from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState, TreeShape
+from draft_service.commands import NO_ROUND, Attach, Close, Command, Extend, Open, Rollback
+from draft_service.events import Closed, Event, Evicted, Failed, StateReport, TreeReady
+
+SEQUENCE_ID_BYTES = 16
+
+
+class _Base(TypedDict):
+    """What every command has."""
+
+    sequence_id: bytes
+    epoch: int
+    acked_round: int
+
+
+def decode_request(
+    stream: int, request: draft_pb2.DraftRequest, shape: TreeShape
+) -> tuple[list[Command], list[Event]]:
+    """The frame's commands, and an error for each that could not be read.
+
+    `shape`: the engine's, for the fields of a tree shape that are not set.
+    """
+    commands: list[Command] = []
+    errors: list[Event] = []
+    for message in request.commands:
+        try:
+            commands.append(_command(message, shape))
+        except SequenceFailure as failure:
+            errors.append(
+                Failed(
+                    stream=stream,
+                    sequence_id=message.sequence_id,
+                    epoch=message.epoch,
+                    code=failure.code,
+                    message=failure.message,
+                    round=failure.round,
+                    state=failure.state,
+                )
+            )
+    return commands, errors
+
+
+def encode_events(events: Iterable[Event]) -> draft_pb2.DraftResponse:
+    return draft_pb2.DraftResponse(events=[_event(event) for event in events])
+
+
+def decode_features(block: types_pb2.FeatureBlock) -> FeatureRows:
+    """The rows of a block, as a view of its bytes. Raises ValueError naming the field."""
+    dtype = FeatureDtype(int(block.dtype))
+    piece = FeaturePiece(
+        sequence_id=block.sequence_id,
+        epoch=block.epoch,
+        position=block.position,
+        num_rows=block.num_rows,
+        row_width=block.row_width,
+        dtype=dtype,
+        data=block.data,
+    )
+    return join_piece(piece)
+
+
+def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
+    sequence_id = message.sequence_id
+    if len(sequence_id) != SEQUENCE_ID_BYTES:
+        raise _invalid(f"sequence_id: {len(sequence_id)} bytes; must be {SEQUENCE_ID_BYTES}")
+    acked = message.acked_round if message.HasField("acked_round") else NO_ROUND
+    base = _Base(sequence_id=sequence_id, epoch=message.epoch, acked_round=acked)
+    match message.WhichOneof("command"):
+        case "open":
+            opened = message.open
+            return Open(
+                **base,
+                tokens=tuple(opened.tokens),
+                max_total_tokens=opened.max_total_tokens,
+                features_from=opened.features_from,
+                tree=_shape(opened.tree, shape) if opened.HasField("tree") else None,
+            )
+        case "attach":
+            return Attach(**base)
+        case "extend":
+            body = message.extend
+            return Extend(
+                **base,
+                round=body.round,
+                base_len=body.base_len,
+                tokens=tuple(body.tokens),
+                tree=_shape(body.tree, shape) if body.HasField("tree") else None,
+            )
+        case "rollback":
+            cut = message.rollback
+            return Rollback(**base, committed_len=cut.committed_len, round=cut.round)
+        case "close":
+            return Close(**base)
+        case _:
+            raise _invalid("command: none given, or one that this version does not know")
+
+
+def _shape(body: types_pb2.TreeShape, default: TreeShape) -> TreeShape:
+    return TreeShape(
+        max_depth=body.max_depth if body.HasField("max_depth") else default.max_depth,
+        top_k=body.top_k if body.HasField("top_k") else default.top_k,
+        max_nodes=body.max_nodes if body.HasField("max_nodes") else default.max_nodes,
+    )
+
+
+def _invalid(message: str) -> SequenceFailure:
+    return SequenceFailure(ErrorCode.INVALID, message)
+
+
+def _state(state: SequenceState) -> types_pb2.SequenceState:
+    return types_pb2.SequenceState(
+        epoch=state.epoch,
+        next_round=state.next_round,
+        committed_len=state.committed_len,
+        kv_len=state.kv_len,
+    )
+
+
+def _event(event: Event) -> draft_pb2.DraftEvent:
+    message = draft_pb2.DraftEvent(sequence_id=event.sequence_id, epoch=event.epoch)
+    match event:
+        case StateReport():
+            message.state.CopyFrom(_state(event.state))
+        case TreeReady():
+            message.tree.CopyFrom(_tree(event))
+        case Failed():
+            message.error.CopyFrom(
+                types_pb2.SequenceError(
+                    code=f"SEQUENCE_ERROR_CODE_{event.code.name}",
+                    message=event.message,
+                    round=event.round,
+                    state=_state(event.state),
+                )
+            )
+        case Evicted():
+            message.evicted.SetInParent()
+        case Closed():
+            message.closed.SetInParent()
+    return message
+
+
+def _tree(event: TreeReady) -> draft_pb2.DraftTreeReady:
+    grown = event.grown
+    parents = grown.tree.parents.tolist()
+    parents[0] = 0  # means nothing on the wire
+    return draft_pb2.DraftTreeReady(
+        round=grown.round,
+        committed_len=grown.committed_len,
+        tree=types_pb2.DraftTree(
+            tokens=grown.tree.tokens.tolist(), parents=parents, scores=grown.tree.scores.tolist()
+        ),
+        step_seconds=grown.step_seconds,
+        queue_seconds=grown.queue_seconds,
+    )

@@ -1,0 +1,86 @@
+"""What draft tells Prometheus. Made once; the loop notes each step, a few microseconds in all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.metrics import Metrics, integer_buckets, power_buckets
+from common.types import TreeShape
+from draft_service.events import Event, Evicted, Failed, TreeReady
+from draft_service.machine import DraftMachine
+from draft_service.stepper import Plan
+
+
+class DraftMetrics:
+    def __init__(self, metrics: Metrics, tree: TreeShape, max_step_tokens: int) -> None:
+        self._step_seconds = metrics.histogram(
+            "step_seconds", "Time of a step on the device", labels=["kind"]
+        )
+        self._host_seconds = metrics.histogram(
+            "host_seconds", "Host time per step: commands, plan and retirement"
+        )
+        self._queue_seconds = metrics.histogram(
+            "queue_seconds", "Wait of a round for its features and its step"
+        )
+        rows = power_buckets(max_step_tokens)
+        self._step_tokens = metrics.histogram("step_tokens", "Pairs fed in a step", rows)
+        self._step_sequences = metrics.histogram("step_sequences", "Sequences of a step", rows)
+        self._nodes = metrics.histogram(
+            "tree_nodes", "Nodes of a tree sent, root included", integer_buckets(tree.max_nodes)
+        )
+        self._evictions = metrics.counter("evictions", "Sequences put out for want of memory")
+        self._errors = metrics.counter("sequence_errors", "Error entries sent", ["code"])
+        self._failures = metrics.counter("failed_steps", "Steps that the device did not finish")
+        self._feature_bytes = metrics.counter("feature_bytes", "Feature bytes received")
+        self._bad_blocks = metrics.counter("bad_feature_blocks", "Feature blocks not readable")
+        self._compiles = metrics.gauge("compiles_after_warm_up", "Programs compiled while serving")
+        self._sequences = metrics.gauge("sequences", "Sequences by state", ["state"])
+        self._pages = metrics.gauge("kv_pages", "KV pages by state", ["state"])
+        self._waiting_bytes = metrics.gauge(
+            "waiting_feature_bytes", "Feature bytes that no step has fed yet"
+        )
+        self._ignored_rows = metrics.gauge(
+            "ignored_feature_rows", "Feature rows known already, or of nobody, since the start"
+        )
+
+    def note_step(self, plan: Plan, step_seconds: float, host_seconds: float) -> None:
+        self._step_seconds.labels("draft" if plan.drafts else "extend").observe(step_seconds)
+        self._host_seconds.observe(host_seconds)
+        self._step_tokens.observe(plan.num_rows)
+        self._step_sequences.observe(len(plan.works))
+
+    def note_failed_step(self) -> None:
+        self._failures.inc()
+
+    def note_features(self, num_bytes: int) -> None:
+        self._feature_bytes.inc(num_bytes)
+
+    def note_bad_block(self) -> None:
+        self._bad_blocks.inc()
+
+    def note_events(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case TreeReady(grown=grown):
+                    self._nodes.observe(grown.tree.num_nodes)
+                    self._queue_seconds.observe(grown.queue_seconds)
+                case Failed(code=code):
+                    self._errors.labels(code.name.lower()).inc()
+                case Evicted():
+                    self._evictions.inc()
+                case _:
+                    pass
+
+    def note_compiles(self, num_compiles: int) -> None:
+        self._compiles.set(num_compiles)
+
+    def note_state(self, machine: DraftMachine) -> None:
+        """Once a tick, not once a step."""
+        counts = machine.page_counts
+        for state in ("live", "cached", "reserved", "free"):
+            self._pages.labels(state).set(getattr(counts, state))
+        self._sequences.labels("waiting").set(machine.num_waiting)
+        self._sequences.labels("in_flight").set(machine.num_in_flight)
+        self._sequences.labels("open").set(machine.num_sequences)
+        self._waiting_bytes.set(machine.waiting_feature_bytes)
+        self._ignored_rows.set(machine.num_ignored_rows)

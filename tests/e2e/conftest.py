@@ -1,0 +1,81 @@
+"""The real three processes on free ports, with the real SmolLM2, shared by the whole session."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from canopy import library
+from canopy.client import Client
+from canopy.stack import Stack, StackSettings
+from canopy.v1 import generation_pb2_grpc
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """SmolLM2-135M-Instruct in the user's cache, fetched if it is not there."""
+    return library.fetch_model(library.DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def head(model: Path) -> Path:
+    return library.demo_head(model)
+
+
+@pytest.fixture(scope="session")
+def stack(model: Path, head: Path) -> Iterator[Stack]:
+    with Stack(StackSettings(model=model, head=head, show_logs=False)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(stack: Stack) -> Iterator[Client]:
+    with Client(stack.address) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def stub(stack: Stack) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
+    """For requests that the client's own types would not let through."""
+    with grpc.insecure_channel(stack.address) as channel:
+        yield generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+@pytest.fixture(scope="session")
+def metric(stack: Stack) -> Callable[[str, str], float]:
+    """`metric("verify", 'canopy_verify_kv_pages{state="live"}')`: its value as scraped now."""
+
+    def read(service: str, name: str) -> float:
+        url = f"http://{stack.children[service].metrics_address}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        (value,) = (line.rsplit(" ", 1)[1] for line in lines if line.rsplit(" ", 1)[0] == name)
+        return float(value)
+
+    return read
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether `condition` comes true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.fixture
+def pages_settle(metric: Callable[[str, str], float]) -> Callable[[], bool]:
+    """Whether both services come to hold no page and no sequence."""
+
+    def settled() -> bool:
+        names = ['{state="live"}', '{state="reserved"}']
+        return all(metric("verify", f"canopy_verify_kv_pages{name}") == 0 for name in names)
+
+    return lambda: wait_until(settled)
