@@ -84,9 +84,7 @@ class Tally:
 
 def is_repetitive(tokens: Sequence[int]) -> bool:
     """Whether more than a fifth of the 8-token windows occurred earlier in `tokens`."""
-    windows = [
-        tuple(tokens[i : i + REPEAT_TOKENS]) for i in range(len(tokens) - REPEAT_TOKENS + 1)
-    ]
+    windows = [tuple(tokens[i : i + REPEAT_TOKENS]) for i in range(len(tokens) - REPEAT_TOKENS + 1)]
     if not windows:
         return False
     return 1.0 - len(set(windows)) / len(windows) > REPETITIVE_SHARE
