@@ -21,6 +21,7 @@ from common.log import get_logger
 from common.types import TreeShape
 from draft_service.batch import Bucket, pack, unpack_tree
 from draft_service.expand import Prefix, expand
+from draft_service.scoring import score, turn_output_table
 from draft_service.step import SequenceOutcome, SequenceWork
 from kernels.backend import Backend
 from kernels.build_tree.types import BuiltTree
@@ -28,7 +29,7 @@ from kernels.chips import Chip
 from kernels.kv_commit.api import kv_commit
 from kernels.kv_layout import pages_bytes, pages_shape
 from kernels.tree_attention.api import tree_attention
-from models.eagle3 import HeadConfig, head_embed, head_forward, head_fuse, head_logits
+from models.eagle3 import HeadConfig, head_embed, head_forward, head_fuse
 from models.layers import Params
 
 _logger = get_logger("draft.engine")
@@ -94,7 +95,7 @@ class DeviceEngine:
         """`feature_dtype`: of the rows that come; None: the head's own. Raises ValueError."""
         config.validate(head)
         self.head, self.config = head, config
-        self._params = params
+        self._params = turn_output_table(params)
         self._feature_dtype = np.dtype(head.dtype if feature_dtype is None else feature_dtype)
         spec = head.attention
         shape = pages_shape(
@@ -197,7 +198,7 @@ class DeviceEngine:
             if not bucket.drafts:
                 return pages, jnp.zeros((bucket.num_sequences, 0), jnp.int32)
             last = outs[x["last_rows"]]
-            logits = head_logits(self.head, params, last)
+            logits = score(self.head, params, last)
             kv_lens = x["kv_lens"] + x["starts"][1:] - x["starts"][:-1]
             slots = bucket.num_sequences
             tree = expand(

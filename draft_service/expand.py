@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from common.types import TreeShape
+from draft_service.scoring import score
 from kernels.backend import Backend
 from kernels.build_tree.api import build_tree
 from kernels.build_tree.types import BuiltTree
 from kernels.chips import Chip
 from kernels.tree_attention.api import tree_attention
-from models.eagle3 import HeadConfig, head_embed, head_forward, head_logits
+from models.eagle3 import HeadConfig, head_embed, head_forward
 from models.layers import Params
 
 
@@ -140,7 +141,7 @@ def _expand_level(
     frontier = carry.frontier
     batch, k = frontier.tokens.shape
     outs, rows = _run(config, params, prefix, carry, level, backend, chip)
-    logits = head_logits(config, params, outs.reshape(batch * k, -1))
+    logits = score(config, params, outs.reshape(batch * k, -1))
     logps, tokens = _children(config, params, logits, k)
     scores = frontier.scores[:, :, None] + logps.reshape(batch, k, k)
     children = Candidates(

@@ -82,8 +82,8 @@ def _set_up_jax(config: VerifyConfig) -> None:
         update("jax_compilation_cache_dir", str(directory))
     try:
         jax.devices()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    except (RuntimeError, AssertionError) as error:  # the latter where jax knows no such platform
+        reason = (str(error).splitlines() or ["not installed"])[0]
         raise StartupError(
             f"platform: no {config.platform} device ({reason}); set --platform cpu"
         ) from error
@@ -110,23 +110,30 @@ def _engine(config: VerifyConfig, target: TargetConfig, params: dict[str, object
         chip = chip_by_name(config.chip) if config.chip else None
     except ValueError as error:
         raise StartupError(str(error)) from error
-    return DeviceEngine(
-        target,
-        params,
-        EngineConfig(
-            num_pages=config.num_pages,
-            page_size=config.page_size_tokens,
-            max_sequences=config.max_sequences,
-            max_context_len=_context(config, target),
-            max_tree_nodes=config.max_tree_nodes,
-            max_depth=config.max_tree_depth,
-            row_buckets=config.row_buckets,
-            max_rows=config.max_step_tokens,
-            min_rows=8 if config.platform == "tpu" else 1,
-            backend=backend_for_platform(config.platform),
-            chip=chip,
-        ),
-    )
+    try:
+        return DeviceEngine(
+            target,
+            params,
+            EngineConfig(
+                num_pages=config.num_pages,
+                page_size=config.page_size_tokens,
+                max_sequences=config.max_sequences,
+                max_context_len=_context(config, target),
+                max_tree_nodes=config.max_tree_nodes,
+                max_depth=config.max_tree_depth,
+                row_buckets=config.row_buckets,
+                max_rows=config.max_step_tokens,
+                min_rows=8 if config.platform == "tpu" else 1,
+                backend=backend_for_platform(config.platform),
+                chip=chip,
+            ),
+        )
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise StartupError(
+            f"kv_pool_tokens: {config.kv_pool_tokens} tokens of KV do not fit the device"
+            f" ({reason}); lower it"
+        ) from error
 
 
 def _context(config: VerifyConfig, target: TargetConfig) -> int:

@@ -39,10 +39,10 @@ class _Base(TypedDict):
 
 def decode_request(
     stream: int, request: verify_pb2.VerifyRequest
-) -> tuple[list[Command], list[Event]]:
+) -> tuple[list[Command], list[Failed]]:
     """The frame's commands, and an error for each that could not be read."""
     commands: list[Command] = []
-    errors: list[Event] = []
+    errors: list[Failed] = []
     for message in request.commands:
         try:
             commands.append(_command(message))

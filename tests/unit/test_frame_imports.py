@@ -31,8 +31,9 @@ MAY_TOUCH_THE_WIRE = {
     "common": {"server"},
     "kernels": set(),
     "models": set(),
-    "draft_service": {"codec", "service"},
-    "verify_service": {"codec", "service"},
+    # assembly makes the one message that says who the service is; main registers the servicer.
+    "draft_service": {"codec", "service", "assembly", "main"},
+    "verify_service": {"codec", "service", "assembly", "main"},
     "router": {
         "api",
         "codec",
