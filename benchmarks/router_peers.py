@@ -3,9 +3,9 @@
     python -m benchmarks.router_peers --tokenizer-hash HEX --sequences 64
 
 A round accepts the first two nodes of every tree and adds a bonus; tokens count upwards, so that no
-model is needed. Verify answers in lockstep: when all open sequences have sent their round, one frame
-answers them all, as one device step would. Prints its two addresses as one JSON line; at the end, on
-SIGTERM, another with what it saw.
+model is needed. Verify answers in lockstep: when all open sequences have sent their round, one
+frame answers them all, as one device step would. Prints its two addresses as one JSON line; at the
+end, on SIGTERM, another with what it saw.
 """
 
 from __future__ import annotations
