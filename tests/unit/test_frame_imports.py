@@ -35,8 +35,18 @@ MAY_TOUCH_THE_WIRE = {
     "draft_service": {"codec", "service", "assembly", "main"},
     "verify_service": {"codec", "service", "assembly", "main"},
     "router": {
-        *("api", "codec", "core", "handshake", "requests", "responses", "service", "session"),
-        *("links", "draft_link", "verify_link", "status"),
+        "api",
+        "codec",
+        "core",
+        "draft_link",
+        "handshake",
+        "links",
+        "requests",
+        "responses",
+        "service",
+        "session",
+        "status",
+        "verify_link",
     },
 }
 """Servicers, codecs and the server under them; in the router also what joins both of its sides.
