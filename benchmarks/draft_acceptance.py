@@ -1,4 +1,4 @@
-"""How much of a head's trees a target accepts, offline: the draft engine and a plain target forward.
+"""How much of a head's trees a target accepts, offline, with a plain target forward.
 
     python -m benchmarks.draft_acceptance --head DIR --target DIR --responses FILE.jsonl --limit 8
 
