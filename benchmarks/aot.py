@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # compilers share no device: no lock
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask for a TPU's place
 
 import jax

@@ -170,7 +170,7 @@ def announced(child: subprocess.Popen[str], event: str | None = None) -> dict[st
 
 
 def turnaround_medians(metrics_address: str) -> float:
-    """Seconds from frames' arrival to the frames that answer them: the two links' medians, added."""
+    """Seconds from a frame to the one that answers it: the two links' medians, added."""
     with urllib.request.urlopen(f"http://{metrics_address}/metrics") as response:
         families = list(text_string_to_metric_families(response.read().decode()))
     buckets: dict[str, list[tuple[float, float]]] = {}

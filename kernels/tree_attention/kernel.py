@@ -596,8 +596,8 @@ def tree_attention_pallas(
     total = (-(-block_kv.shape[0] // BLOCK_PIECE) + 1) * BLOCK_PIECE
     head_major = jnp.swapaxes(block_kv, 0, 1)
     head_major = jnp.pad(head_major, ((0, 0), (0, total - block_kv.shape[0]), (0, 0)))
-    # Every word over all lanes: in HBM a row of one word takes 512 bytes anyway, and the kernel need
-    # not spread it, which would keep its cross-lane units busy for longer than the masks take.
+    # Every word over all lanes: in HBM a row of one word takes 512 bytes anyway, and spreading it
+    # in the kernel would occupy the cross-lane units.
     bits = jnp.broadcast_to(ancestors[:, :, None], (*ancestors.shape, LANES))
     if not interpret:
         # XLA would keep such small arrays in VMEM, where the kernel's copies become loops of loads
