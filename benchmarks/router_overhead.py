@@ -8,6 +8,8 @@ round are given:
 
 - `router_cpu_ms`: CPU time of the router's process, clients' streams and features included
   (/proc/PID/stat), over rounds. This is the overhead; it does not depend on the machine's load.
+- `turnaround_ms_p50`: what the router adds to a round's time: from the arrival of verify's frame to
+  the Extend frame that it causes, and from the trees' frame to the VerifyTree frame, both added.
 - `wall_ms_p50`, `wall_ms_p99`: from verify's frame to the last of the next round's commands, so
   with four crossings of loopback, the draft's answers, and whatever else the machine does.
 
@@ -25,12 +27,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from canopy.v1 import generation_pb2, generation_pb2_grpc
@@ -56,6 +60,7 @@ def main() -> int:
         results.append(result)
         print(
             f"{count:4d} sequences: {result['router_cpu_ms']:.2f} ms of CPU per round,"
+            f" {result['turnaround_ms_p50']:.2f} ms turnaround,"
             f" {result['wall_ms_p50']:.2f} ms on the clock (p50), {result['num_rounds']} rounds"
         )
     report = {
@@ -81,20 +86,22 @@ def measure(num_sequences: int, arguments: argparse.Namespace) -> dict[str, Any]
             *("--feature-row-bytes", str(arguments.feature_row_bytes)),
         ]
         with process("benchmarks.router_peers", peer_flags) as peers:
-            address = announced(peers, "address")
+            address = announced(peers)["address"]
             flags = [
                 *("--model", str(model), "--port", "0", "--max-running", "4096"),
                 *("--verify", address, "--draft", address, "--tree-nodes", str(arguments.nodes)),
                 *("--tree-seconds", "30", "--log-level", "warning"),
             ]
             with process("router", flags) as router:
-                server = announced(router, "address", event="serving")
+                serving = announced(router, event="serving")
+                server = serving["address"]
                 cpu_before = cpu_seconds(router.pid)
                 with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
                     runner.run(run_clients(server, num_sequences, arguments.tokens))
                 cpu = cpu_seconds(router.pid) - cpu_before
+                turnaround = turnaround_medians(serving["metrics_address"])
             peers.send_signal(signal.SIGTERM)
-            seconds = announced(peers, "round_seconds")
+            seconds = announced(peers)["round_seconds"]
     num_rounds = len(seconds) + 10
     ordered = sorted(seconds)
     return {
@@ -102,6 +109,7 @@ def measure(num_sequences: int, arguments: argparse.Namespace) -> dict[str, Any]
         "num_rounds": num_rounds,
         "router_cpu_ms": round(1000 * cpu / num_rounds, 3),
         "router_cpu_ms_per_sequence": round(1000 * cpu / num_rounds / num_sequences, 4),
+        "turnaround_ms_p50": round(1000 * turnaround, 3),
         "wall_ms_p50": round(1000 * statistics.median(ordered), 3),
         "wall_ms_p99": round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 3),
     }
@@ -151,14 +159,36 @@ def process(module: str, flags: list[str]) -> Iterator[subprocess.Popen[str]]:
             child.wait()
 
 
-def announced(child: subprocess.Popen[str], name: str, event: str | None = None) -> Any:
-    """The value of `name` in the next line that has it."""
+def announced(child: subprocess.Popen[str], event: str | None = None) -> dict[str, Any]:
+    """The next JSON line of a child, or the next of that event."""
     assert child.stdout is not None
     for line in child.stdout:
-        fields = json.loads(line)
-        if name in fields and event in (None, fields.get("event")):
-            return fields[name]
-    raise RuntimeError(f"{child.args!r} ended without saying {name}")
+        fields: dict[str, Any] = json.loads(line)
+        if event in (None, fields.get("event")):
+            return fields
+    raise RuntimeError(f"{child.args!r} ended early")
+
+
+def turnaround_medians(metrics_address: str) -> float:
+    """Seconds from a frame to the one that answers it: the two links' medians, added."""
+    with urllib.request.urlopen(f"http://{metrics_address}/metrics") as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    buckets: dict[str, list[tuple[float, float]]] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        if sample.name == "canopy_router_turnaround_seconds_bucket":
+            edge = (float(sample.labels["le"]), sample.value)
+            buckets.setdefault(sample.labels["role"], []).append(edge)
+    return sum(histogram_median(edges) for edges in buckets.values())
+
+
+def histogram_median(edges: list[tuple[float, float]]) -> float:
+    """Of (upper edge, count up to it), rising; within a bucket as if evenly spread."""
+    half, lower, before = edges[-1][1] / 2, 0.0, 0.0
+    for upper, count in edges:
+        if count >= half:
+            return lower + (upper - lower) * (half - before) / max(1.0, count - before)
+        lower, before = upper, count
+    raise ValueError("an empty histogram")
 
 
 def cpu_seconds(pid: int) -> float:

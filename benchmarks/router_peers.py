@@ -1,11 +1,11 @@
 """Verify and draft services that answer at once, for measuring the router alone.
 
-    python -m benchmarks.router_peers --tokenizer-hash HEX --sequences 64
+    python -m benchmarks.router_peers --tokenizer-hash HEX
 
 A round accepts the first two nodes of every tree and adds a bonus; tokens count upwards, so that no
 model is needed. Verify answers in lockstep: when all open sequences have sent their round, one
-frame answers them all, as one device step would. Prints its two addresses as one JSON line; at the
-end, on SIGTERM, another with what it saw.
+frame answers them all, as one device step would. Prints its address as one JSON line; at the end,
+on SIGTERM, another with what it saw.
 """
 
 from __future__ import annotations
