@@ -213,6 +213,7 @@ def test_sigterm_lets_the_running_answer_finish(own_stack: Stack) -> None:
     assert isinstance(events[-1], Completion)
     assert events[-1].num_completion_tokens == 48
     assert sum(len(e.token_ids) for e in events if isinstance(e, Chunk)) == 48
+    assert own_stack.children["router"].process.wait(30) == 0
     codes = own_stack.stop()
     assert codes == {"router": 0, "draft": 0, "verify": 0}
     assert all(process.poll() is not None for process in processes)
