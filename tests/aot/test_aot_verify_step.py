@@ -58,9 +58,7 @@ def test_verify_step_copies_neither_pages_nor_sorts_a_vocabulary(chip: str) -> N
     engine.target, engine.config = SMOLLM2, config
     step: Any = engine._make_step(bucket)
     shapes = parameter_shapes(SMOLLM2)
-    shape = pages_shape(
-        num_layers=4, num_pages=512, kv_heads=3, page_size=128, head_dim=64
-    )
+    shape = pages_shape(num_layers=4, num_pages=512, kv_heads=3, page_size=128, head_dim=64)
     size = pages_bytes(shape, jnp.bfloat16)
 
     def run(pages: Any, buffer: Any, *leaves: Any) -> Any:
