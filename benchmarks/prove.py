@@ -2,7 +2,7 @@
 schedules.
 
 Writes `benchmarks/results/prove.json`, keyed by a hash of the sources; `--check` only compares the
-hash, and fails if kernels changed since. Some twenty minutes on two cores. No TPU is needed and none
+hash, and fails if kernels changed since. Some twenty minutes on two cores. No TPU is needed, none
 is timed.
 """
 

@@ -167,3 +167,11 @@ def _state(state: types_pb2.SequenceState) -> SequenceState:
         committed_len=state.committed_len,
         kv_len=state.kv_len,
     )
+
+
+_VALUE_BYTES = {types_pb2.FEATURE_DTYPE_FLOAT32: 4, types_pb2.FEATURE_DTYPE_BFLOAT16: 2}
+
+
+def num_data_bytes(block: types_pb2.FeatureBlock) -> int:
+    """Length of `block.data` as its shape says: asking for the data itself would copy it."""
+    return block.num_rows * block.row_width * _VALUE_BYTES.get(block.dtype, 4)

@@ -21,7 +21,7 @@ from router.generation import Generation, Served
 from router.handshake import check_pair, check_same_target, check_verify, served
 from router.links import LinkListener, NotYet, PeerState
 from router.machine import GenerationMachine, MachineSettings
-from router.messages import DraftCommand, VerifyCommand
+from router.messages import DraftCommand, DraftOpen, VerifyCommand, VerifyOpen
 from router.metrics import RouterMetrics
 from router.output_text import OutputText
 from router.requests import CheckedRequest, Prompt, check, complete
@@ -56,26 +56,25 @@ class RouterCore:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._asked_at = clock()
         size = config.max_message_bytes
+        verify_listener = LinkListener(
+            self._on_verify_events,
+            *(self._on_verify_up, self._on_verify_down, on_change),
+            *(self._when_asked, self._note_turnaround),
+        )
         self.verify = VerifyLink(
-            config.verify,
-            size,
-            LinkListener(
-                self._on_verify_events, self._on_verify_up, self._on_verify_down, on_change
-            ),
-            self._check_verify,
-            self._on_features,
+            config.verify, size, verify_listener, self._check_verify, self._on_features
         )
         self.draft: DraftLink | None = None
         if config.draft:
+            draft_listener = LinkListener(
+                self._on_draft_events,
+                *(self._on_draft_up, self._on_draft_down, on_change),
+                *(self._when_asked, self._note_turnaround),
+            )
             self.draft = DraftLink(
-                config.draft,
-                size,
-                LinkListener(
-                    self._on_draft_events, self._on_draft_up, self._on_draft_down, on_change
-                ),
-                self._check_draft,
-                self.verify.return_credit,
+                config.draft, size, draft_listener, self._check_draft, self.verify.return_credit
             )
         metrics.follow(self)
 
@@ -130,7 +129,7 @@ class RouterCore:
 
     async def open(self, request: generation_pb2.GenerateRequest) -> Session:
         """Starts a generation. Raises RequestError or GenerationError; then nothing was started."""
-        arrived = self._clock()
+        self._asked_at = arrived = self._clock()
         limits = self.served()
         checked = check(request, limits)
         self._admit(checked)
@@ -213,15 +212,17 @@ class RouterCore:
     # -- Wire
 
     def to_verify(self, command: VerifyCommand) -> None:
-        self.verify.send(codec.encode_verify(command))
+        num_tokens = len(command.tokens) if isinstance(command, VerifyOpen) else 0
+        self.verify.send(codec.encode_verify(command), num_tokens)
 
     def to_draft(self, command: DraftCommand) -> None:
         if self.draft is not None:
-            self.draft.send(codec.encode_draft(command))
+            num_tokens = len(command.tokens) if isinstance(command, DraftOpen) else 0
+            self.draft.send(codec.encode_draft(command), num_tokens)
 
     def features_to_draft(self, block: types_pb2.FeatureBlock) -> None:
         if self.draft is None:
-            self.features_dropped(len(block.data))
+            self.features_dropped(codec.num_data_bytes(block))
         else:
             self.draft.send_features(block)
 
@@ -245,14 +246,16 @@ class RouterCore:
     # -- from the links
 
     def _on_verify_events(self, messages: Iterable[verify_pb2.VerifyEvent]) -> None:
-        now, sessions = self._clock(), self._sessions
+        self._asked_at = now = self._clock()
+        sessions = self._sessions
         for message in messages:
             session = sessions.get(message.sequence_id)
             if session is not None and (event := codec.decode_verify(message)) is not None:
                 session.on_verify(event, now)
 
     def _on_draft_events(self, messages: Iterable[draft_pb2.DraftEvent]) -> None:
-        now, sessions = self._clock(), self._sessions
+        self._asked_at = now = self._clock()
+        sessions = self._sessions
         for message in messages:
             session = sessions.get(message.sequence_id)
             if session is not None and (event := codec.decode_draft(message)) is not None:
@@ -261,9 +264,15 @@ class RouterCore:
     def _on_features(self, block: types_pb2.FeatureBlock) -> None:
         session = self._sessions.get(block.sequence_id)
         if session is None:
-            self.features_dropped(len(block.data))
+            self.features_dropped(codec.num_data_bytes(block))
         else:
             session.on_features(block)
+
+    def _when_asked(self) -> float:
+        return self._asked_at
+
+    def _note_turnaround(self, role: str, asked_at: float) -> None:
+        self._metrics.turnaround.labels(role).observe(self._clock() - asked_at)
 
     def _on_verify_up(self) -> None:
         for session in list(self._sessions.values()):

@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 
 from canopy.v1 import draft_pb2, draft_pb2_grpc, types_pb2
+from router.codec import num_data_bytes
 from router.links import CALL_TIMEOUT_SECONDS, Link, LinkListener, Metadata, Misfit, write
 
 MAX_FEATURE_FRAME_BYTES = 1 << 20
@@ -23,6 +24,8 @@ class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
 
     role = "draft"
     service = "canopy.v1.DraftService"
+    stream_path = "/canopy.v1.DraftService/Draft"
+    response_type = draft_pb2.DraftResponse
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
             self._blocks.append(block)
             self._changed.set()
         else:
-            self._on_features_gone(len(block.data))
+            self._on_features_gone(num_data_bytes(block))
 
     async def _meet(self, channel: grpc.aio.Channel) -> None:
         stub = draft_pb2_grpc.DraftServiceStub(channel)
@@ -56,9 +59,6 @@ class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
         if (mismatch := self._check(info)) is not None:
             raise Misfit(mismatch)
         self.info = info
-
-    def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
-        return draft_pb2_grpc.DraftServiceStub(channel).Draft(metadata=metadata)
 
     def _frame(self, commands: list[draft_pb2.DraftCommand]) -> draft_pb2.DraftRequest:
         return draft_pb2.DraftRequest(commands=commands)
@@ -81,7 +81,7 @@ class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
                 await self._changed.wait()
                 self._changed.clear()
                 while batch := self._next_blocks():
-                    num_bytes = sum(len(block.data) for block in batch)
+                    num_bytes = sum(map(num_data_bytes, batch))
                     self._credit_bytes -= num_bytes
                     try:
                         await write(call, draft_pb2.SendFeaturesRequest(blocks=batch))
@@ -89,7 +89,7 @@ class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
                         self.num_feature_bytes += num_bytes
                         self._on_features_gone(num_bytes)
         finally:
-            dropped = sum(len(block.data) for block in self._blocks)
+            dropped = sum(map(num_data_bytes, self._blocks))
             self._blocks.clear()
             self._on_features_gone(dropped)
 
@@ -97,7 +97,7 @@ class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
         """Blocks of one message: within the credit and 1 MiB in all, at least one."""
         batch: list[types_pb2.FeatureBlock] = []
         room = min(self._credit_bytes, MAX_FEATURE_FRAME_BYTES)
-        while self._blocks and len(self._blocks[0].data) <= room:
-            room -= len(self._blocks[0].data)
+        while self._blocks and (num_bytes := num_data_bytes(self._blocks[0])) <= room:
+            room -= num_bytes
             batch.append(self._blocks.popleft())
         return batch

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from common.log import get_logger
 from common.server import channel_options
 
 MAX_COMMANDS_PER_FRAME = 256
-MAX_COMMAND_BYTES_PER_FRAME = 1 << 20
+MAX_TOKENS_PER_FRAME = 1 << 18
+"""Of Opens; three bytes each. One prompt more than that still fits a message of the usual limit."""
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 1.0
 CALL_TIMEOUT_SECONDS = 5.0
@@ -71,12 +73,18 @@ class LinkCounts:
 
 @dataclass(frozen=True, slots=True)
 class LinkListener(Generic[EventMessage]):
-    """`on_events`: one frame's. `on_up`, `on_down`: the streams. `on_change`: the peer's state."""
+    """`on_events`: one frame's. `on_up`, `on_down`: the streams. `on_change`: the peer's state.
+
+    `asked_at`: when what is being answered arrived. `on_sent`: a frame whose first command answers
+    that is handed to the transport; told the role, and when that was.
+    """
 
     on_events: Callable[[Iterable[EventMessage]], None]
     on_up: Callable[[], None]
     on_down: Callable[[], None]
     on_change: Callable[[], None]
+    asked_at: Callable[[], float]
+    on_sent: Callable[[str, float], None]
 
 
 class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
@@ -84,6 +92,8 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
 
     role: str
     service: str
+    stream_path: str
+    response_type: Any
 
     def __init__(
         self, address: str, max_message_bytes: int, listener: LinkListener[EventMessage]
@@ -97,10 +107,11 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
             ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
-        self._outbox: list[CommandMessage] = []
+        self._outbox: deque[tuple[CommandMessage, int]] = deque()
         self._filled = asyncio.Event()
         self._emptied = asyncio.Event()
         self._was_linked = False
+        self._asked_at = 0.0  # for the first command of the outbox
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -112,11 +123,16 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    def send(self, command: CommandMessage) -> None:
-        """Queues a command for the next frame; dropped while the link is down."""
+    def send(self, command: CommandMessage, num_tokens: int = 0) -> None:
+        """Queues a command for the next frame; dropped while the link is down.
+
+        `num_tokens`: those of an Open, by which frames are kept small.
+        """
         if self.peer.linked:
-            self._outbox.append(command)
-            self._filled.set()
+            if not self._outbox:
+                self._asked_at = self._listener.asked_at()
+                self._filled.set()
+            self._outbox.append((command, num_tokens))
 
     async def flush(self) -> None:
         """Returns once the outbox was handed to the transport, or the link is down."""
@@ -129,10 +145,6 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
     @abc.abstractmethod
     async def _meet(self, channel: grpc.aio.Channel) -> None:
         """Asks who the peer is. Raises Misfit."""
-
-    @abc.abstractmethod
-    def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
-        """The command stream."""
 
     @abc.abstractmethod
     def _frame(self, commands: list[CommandMessage]) -> Any:
@@ -208,6 +220,24 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
             await asyncio.gather(*tasks, return_exceptions=True)
             call.cancel()
 
+    def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
+        """The command stream. Bytes are counted where they are made: asking a message for its size
+        costs as much as making them.
+        """
+        counts, parse = self.counts, self.response_type.FromString
+
+        def serialize(frame: Any) -> bytes:
+            data: bytes = frame.SerializeToString()
+            counts.num_bytes_sent += len(data)
+            return data
+
+        def deserialize(data: bytes) -> Any:
+            counts.num_bytes_received += len(data)
+            return parse(data)
+
+        open_stream = channel.stream_stream(self.stream_path, serialize, deserialize)
+        return open_stream(metadata=metadata)
+
     async def _write(self, call: Any) -> None:
         """What is ready at this moment goes in one frame; a slow transport makes fuller ones."""
         counts = self.counts
@@ -217,20 +247,18 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
             frame = self._frame(batch)
             counts.num_frames_sent += 1
             counts.num_commands_sent += len(batch)
-            counts.num_bytes_sent += frame.ByteSize()
+            self._listener.on_sent(self.role, self._asked_at)
             await write(call, frame)
             if not self._outbox:
                 self._emptied.set()
 
     def _next_batch(self) -> list[CommandMessage]:
-        outbox, num_bytes, size = self._outbox, 0, 0
-        for command in outbox[:MAX_COMMANDS_PER_FRAME]:
-            num_bytes += command.ByteSize()  # type: ignore[attr-defined]
-            if size and num_bytes > MAX_COMMAND_BYTES_PER_FRAME:
-                break
-            size += 1
-        batch = outbox[:size]
-        del outbox[:size]
+        batch: list[CommandMessage] = []
+        outbox, num_tokens = self._outbox, 0
+        while outbox and len(batch) < MAX_COMMANDS_PER_FRAME and num_tokens < MAX_TOKENS_PER_FRAME:
+            command, tokens = outbox.popleft()
+            batch.append(command)
+            num_tokens += tokens
         if not outbox:
             self._filled.clear()
         return batch
@@ -240,7 +268,6 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
         while (frame := await call.read()) is not grpc.aio.EOF:
             counts.num_frames_received += 1
             counts.num_events_received += len(frame.events)
-            counts.num_bytes_received += frame.ByteSize()
             self._listener.on_events(frame.events)
         await _raise_status(call)
 

@@ -15,6 +15,7 @@ each Open, Attach and Rollback. Rounds are answered once: repeated results chang
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.types import ErrorCode, SequenceState
@@ -105,6 +106,7 @@ class GenerationMachine:
         self._text = text
         self._stop_ids = frozenset(generation.stop_token_ids)
         self._tree = Tree.root_only(self.tokens[-1])
+        self._depths: Sequence[int] = (0,)
         self._tree_wanted = False
         self._round_draft_seconds = 0.0
         self._rides_on_open = True  # the present round was begun by Open, not by VerifyTree
@@ -136,14 +138,15 @@ class GenerationMachine:
 
     def deadline(self) -> float | None:
         """When `tick` has something to do; None: never."""
-        times = []
+        due = None
         if self.phase is Phase.TREE:
-            times.append(self._tree_deadline)
-        if self.phase is Phase.RETRY:
-            times.append(self._retry_at)
-        if self._verify_lost_at is not None and not self.ended:
-            times.append(self._verify_lost_at + self._settings.verify_lost_seconds)
-        return min(times, default=None)
+            due = self._tree_deadline
+        elif self.phase is Phase.RETRY:
+            due = self._retry_at
+        if self._verify_lost_at is not None and self.phase is not Phase.ENDED:
+            lost = self._verify_lost_at + self._settings.verify_lost_seconds
+            due = lost if due is None else min(due, lost)
+        return due
 
     # -- what happens to it
 
@@ -173,7 +176,7 @@ class GenerationMachine:
 
     def resume(self, now: float) -> list[Action]:
         self.paused = False
-        return self._send(self._tree, now) if self.phase is Phase.HELD else []
+        return self._send(self._tree, self._depths, now) if self.phase is Phase.HELD else []
 
     def tick(self, now: float) -> list[Action]:
         lost = self._verify_lost_at
@@ -194,6 +197,10 @@ class GenerationMachine:
         if self.phase is Phase.RETRY and now >= self._retry_at and self._verify_up:
             return self._open(now)
         return []
+
+    def mark_sent(self, now: float) -> None:
+        """The round's command is on its way: what went before was the router's own time."""
+        self._sent_at = now
 
     # -- verify
 
@@ -235,7 +242,7 @@ class GenerationMachine:
             self.clock.queue_seconds += event.queue_seconds
         waited = now - self._sent_at
         self.clock.add_verify(waited, event.step_seconds + event.queue_seconds)
-        self.statistics.add_round(self._tree, event, self._tree_wanted)
+        self.statistics.add_round(self._depths, event, self._tree_wanted)
         trace = self._trace(event, waited) if self.generation.returns.trace else None
         return self._take(event, trace, now)
 
@@ -296,11 +303,11 @@ class GenerationMachine:
         return self.generation.max_total_tokens - len(self.tokens)
 
     def _go_root_only(self, now: float) -> list[Action]:
-        return self._send(Tree.root_only(self.tokens[-1]), now)
+        return self._send(Tree.root_only(self.tokens[-1]), (0,), now)
 
-    def _send(self, tree: Tree, now: float) -> list[Action]:
+    def _send(self, tree: Tree, depths: Sequence[int], now: float) -> list[Action]:
         """Sends the round to verify, unless the client must catch up or verify come back first."""
-        self._tree = tree
+        self._tree, self._depths = tree, depths
         if self.paused:
             self.phase = Phase.HELD
             return []
@@ -317,7 +324,7 @@ class GenerationMachine:
     def _trace(self, event: RoundResult, verify_seconds: float) -> RoundTrace:
         return RoundTrace(
             round=self.round,
-            tree=self._tree.capped(max(1, event.num_nodes), self._tree.num_nodes),
+            tree=self._tree.prefix(max(1, event.num_nodes)),
             accepted_nodes=event.accepted_nodes,
             bonus_token=event.tokens[-1],
             draft_seconds=self._round_draft_seconds,
@@ -330,7 +337,7 @@ class GenerationMachine:
         """Opens with all tokens so far; the present round rides on the prefill."""
         self._epoch += 1
         self._rides_on_open = True
-        self._tree = Tree.root_only(self.tokens[-1])
+        self._tree, self._depths = Tree.root_only(self.tokens[-1]), (0,)
         self.phase = Phase.RESULT
         self._sent_at = now
         if not self._verify_up:
@@ -447,15 +454,19 @@ class GenerationMachine:
         waited = now - self._sent_at
         self._round_draft_seconds = waited
         self.clock.add_draft(waited, event.step_seconds + event.queue_seconds)
-        tree = event.tree
-        if not tree.is_well_formed() or tree.tokens[0] != self.tokens[-1]:
+        tree, depths = event.tree, event.tree.depths()
+        if depths is None or tree.tokens[0] != self.tokens[-1]:
             draft.on_malformed_tree(self.round)
             return self._go_root_only(now)
         assert self.generation.tree is not None
         most = min(self.generation.tree.max_nodes, self._settings.max_tree_nodes)
         # A path of d nodes emits d + 1 tokens.
         depth = min(self.generation.tree.max_depth, self._room - 1)
-        return self._send(tree.capped(most, depth), now)
+        capped = tree.capped(depths, most, depth)
+        if capped is not tree:
+            depths = capped.depths()
+            assert depths is not None
+        return self._send(capped, depths, now)
 
     def _on_draft_state(self, draft: DraftSide, event: StateReport, now: float) -> list[Action]:
         was = draft.stage

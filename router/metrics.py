@@ -7,7 +7,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.metrics import Metrics, integer_buckets
+from common.metrics import SECONDS_BUCKETS, Metrics, integer_buckets
 from router.actions import Failed, Finished
 from router.draft_link import DraftLink
 from router.errors import Failure
@@ -98,6 +98,12 @@ class RouterMetrics:
         )
         self.end_to_end = metrics.histogram("request_seconds", "From request to completion")
         self.queue_seconds = metrics.histogram("queue_seconds", "Wait for verify's first step")
+        self.turnaround = metrics.histogram(
+            "turnaround_seconds",
+            "From a frame's arrival to the frame that answers it, by the answered role",
+            buckets=(0.00025, *SECONDS_BUCKETS[:12]),
+            labels=["role"],
+        )
         self.round_seconds = metrics.counter(
             "round_seconds", "Time that generations spent, by where", ["where"]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 
 import grpc.aio
@@ -68,6 +69,7 @@ class RouterService:
                     "serving without the draft", peer=draft.peer.address, reason=draft.peer.reason
                 )
         self._follower = asyncio.create_task(self._follow(health))
+        _collect_seldom()
 
     async def drain(self, grace_seconds: float) -> None:
         await self._stop_following()
@@ -101,3 +103,12 @@ class RouterService:
             self._follower.cancel()
             await asyncio.gather(self._follower, return_exceptions=True)
             self._follower = None
+
+
+def _collect_seldom() -> None:
+    """What is here now stays: the collector need not look at it again. Rounds leave no cycles, so
+    that it may come by seldom; its default is every few rounds, for milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

@@ -9,10 +9,19 @@ from typing import Protocol
 
 from canopy.v1 import generation_pb2, types_pb2
 from router.actions import Action, Emitted, Failed, Finished, ReleaseFeatures, ToDraft, ToVerify
+from router.codec import num_data_bytes
 from router.drafting import DraftStage, FeatureRoute
 from router.errors import Failure, GenerationError
 from router.machine import GenerationMachine
-from router.messages import DraftCommand, DraftEvent, VerifyCommand, VerifyEvent
+from router.messages import (
+    DraftCommand,
+    DraftEvent,
+    DraftExtend,
+    VerifyCommand,
+    VerifyEvent,
+    VerifyOpen,
+    VerifyTree,
+)
 from router.responses import encode_chunk, encode_completion
 from router.tokenizer import ModelTokenizer
 
@@ -58,6 +67,7 @@ class Session:
         self._readable = asyncio.Event()
         self._is_first_chunk = True
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
         self._held_blocks: list[types_pb2.FeatureBlock] = []
 
     @property
@@ -108,7 +118,7 @@ class Session:
             case FeatureRoute.HOLD:
                 self._held_blocks.append(block)
             case FeatureRoute.DROP:
-                self._wire.features_dropped(len(block.data))
+                self._wire.features_dropped(num_data_bytes(block))
 
     def fail(self, failure: Failure) -> None:
         """Ends the generation from outside."""
@@ -161,8 +171,12 @@ class Session:
             match action:
                 case ToVerify():
                     self._wire.to_verify(action.command)
+                    if isinstance(action.command, VerifyTree | VerifyOpen):
+                        self.machine.mark_sent(self._clock())
                 case ToDraft():
                     self._wire.to_draft(action.command)
+                    if isinstance(action.command, DraftExtend):
+                        self.machine.mark_sent(self._clock())
                 case Emitted():
                     self._unread.append(action)
                     self._num_unread_tokens += len(action.tokens)
@@ -191,7 +205,7 @@ class Session:
     def _drop_held_blocks(self) -> None:
         blocks, self._held_blocks = self._held_blocks, []
         if blocks:
-            self._wire.features_dropped(sum(len(block.data) for block in blocks))
+            self._wire.features_dropped(sum(map(num_data_bytes, blocks)))
 
     def _set_timer(self) -> None:
         """Rounds set a deadline each and seldom reach it: a timer that is early enough stays."""
@@ -203,13 +217,13 @@ class Session:
             return
         if deadline is None:
             return
-        wait = max(0.0, deadline - self._clock())
-        loop = asyncio.get_running_loop()
         if self._timer is not None:
-            if self._timer.when() <= loop.time() + wait:
+            if self._timer_due <= deadline:
                 return
             self._timer.cancel()
-        self._timer = loop.call_later(wait, self._on_timer)
+        wait = max(0.0, deadline - self._clock())
+        self._timer_due = deadline
+        self._timer = asyncio.get_running_loop().call_later(wait, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None

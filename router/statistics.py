@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.messages import RoundResult
-from router.trees import Tree
 
 
-def _count(counts: list[int], index: int) -> None:
-    """Adds one at `index`, growing the list."""
-    if index >= len(counts):
-        counts.extend([0] * (index + 1 - len(counts)))
-    counts[index] += 1
+def _count(counts: list[int], start: int, end: int) -> None:
+    """Adds one at each place of [start, end), growing the list."""
+    if end > len(counts):
+        counts.extend([0] * (end - len(counts)))
+    for index in range(start, end):
+        counts[index] += 1
 
 
 @dataclass(slots=True)
@@ -33,24 +34,25 @@ class RoundStatistics:
     num_root_only_rounds: int = 0
     num_emitted_first: int = 0
 
-    def add_round(self, tree: Tree, result: RoundResult, wanted_tree: bool) -> None:
-        """`wanted_tree`: this round could have had a tree, had the draft delivered one."""
+    def add_round(self, depths: Sequence[int], result: RoundResult, wanted_tree: bool) -> None:
+        """`depths`: of the tree that was sent; [0]: the root alone.
+
+        `wanted_tree`: this round could have had a tree, had the draft delivered one.
+        """
         num_emitted = len(result.tokens)
         if self.num_rounds == 0:
             self.num_emitted_first = num_emitted
         self.num_rounds += 1
         self.num_emitted += num_emitted
         self.num_accepted += num_emitted - 1
-        _count(self.num_emitted_histogram, num_emitted - 1)
-        num_nodes = min(max(result.num_nodes, 1), tree.num_nodes)
-        if tree.num_nodes == 1:
+        _count(self.num_emitted_histogram, num_emitted - 1, num_emitted)
+        if len(depths) == 1:
             self.num_root_only_rounds += wanted_tree
             return
-        self.num_drafted += num_nodes - 1
-        for depth in range(max(tree.depths()[:num_nodes])):
-            _count(self.num_drafted_per_depth, depth)
-        for depth in range(num_emitted - 1):
-            _count(self.num_accepted_per_depth, depth)
+        used = depths[: result.num_nodes] or (0,)
+        self.num_drafted += len(used) - 1
+        _count(self.num_drafted_per_depth, 0, max(used))
+        _count(self.num_accepted_per_depth, 0, num_emitted - 1)
 
     @property
     def acceptance_length(self) -> float:

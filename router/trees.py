@@ -26,24 +26,24 @@ class Tree:
     def num_nodes(self) -> int:
         return len(self.tokens)
 
-    def is_well_formed(self) -> bool:
-        """Whether it is a tree with the root first; vocabulary and scores are verify's to judge."""
+    def depths(self) -> list[int] | None:
+        """Per node; the root is at depth 0. None if this is no tree with the root first.
+
+        Vocabulary and scores are verify's to judge.
+        """
         num_nodes = len(self.tokens)
         if not num_nodes or len(self.parents) != num_nodes or len(self.scores) != num_nodes:
-            return False
-        return all(0 <= parent < node for node, parent in enumerate(self.parents) if node)
-
-    def depths(self) -> list[int]:
-        """Per node; the root is at depth 0."""
-        depths = [0] * len(self.parents)
-        for node, parent in enumerate(self.parents):
-            if node:
-                depths[node] = depths[parent] + 1
+            return None
+        depths = [0]
+        for node in range(1, num_nodes):
+            parent = self.parents[node]
+            if not 0 <= parent < node:
+                return None
+            depths.append(depths[parent] + 1)
         return depths
 
-    def capped(self, max_nodes: int, max_depth: int) -> Tree:
+    def capped(self, depths: Sequence[int], max_nodes: int, max_depth: int) -> Tree:
         """The first `max_nodes` of the nodes no deeper than `max_depth`, parents renumbered."""
-        depths = self.depths()
         if len(depths) <= max_nodes and max(depths) <= max_depth:
             return self
         keep = [node for node, depth in enumerate(depths) if depth <= max_depth][:max_nodes]
@@ -53,3 +53,7 @@ class Tree:
             [place[self.parents[node]] if node else 0 for node in keep],
             [self.scores[node] for node in keep],
         )
+
+    def prefix(self, num_nodes: int) -> Tree:
+        """The first nodes: a tree again, since parents stand before children."""
+        return Tree(self.tokens[:num_nodes], self.parents[:num_nodes], self.scores[:num_nodes])

@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 
 from canopy.v1 import types_pb2, verify_pb2, verify_pb2_grpc
+from router.codec import num_data_bytes
 from router.links import CALL_TIMEOUT_SECONDS, Link, LinkListener, Metadata, Misfit, write
 
 FEATURE_CREDIT_BYTES = 16 << 20
@@ -23,6 +24,8 @@ class VerifyLink(Link[verify_pb2.VerifyCommand, verify_pb2.VerifyEvent]):
 
     role = "verify"
     service = "canopy.v1.VerifyService"
+    stream_path = "/canopy.v1.VerifyService/Verify"
+    response_type = verify_pb2.VerifyResponse
 
     def __init__(
         self,
@@ -54,9 +57,6 @@ class VerifyLink(Link[verify_pb2.VerifyCommand, verify_pb2.VerifyEvent]):
             raise Misfit(mismatch)
         self.info = info
 
-    def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
-        return verify_pb2_grpc.VerifyServiceStub(channel).Verify(metadata=metadata)
-
     def _frame(self, commands: list[verify_pb2.VerifyCommand]) -> verify_pb2.VerifyRequest:
         return verify_pb2.VerifyRequest(commands=commands)
 
@@ -72,7 +72,7 @@ class VerifyLink(Link[verify_pb2.VerifyCommand, verify_pb2.VerifyEvent]):
     async def _receive_features(self, call: Any) -> None:
         async for response in call:
             for block in response.blocks:
-                self.num_feature_bytes += len(block.data)
+                self.num_feature_bytes += num_data_bytes(block)
                 self._on_features(block)
 
     async def _grant(self, call: Any) -> None:

@@ -1,6 +1,6 @@
 """Small verify and draft services for the router's own protocol tests: the wire's rules, no model.
 
-They speak protobuf, keep the protocol as docs/interfaces.md has it, and check what the router
+They speak protobuf, keep the protocol as docs/protocol.md has it, and check what the router
 sends: a broken rule of the router raises AssertionError at once. The target is a rule: a token
 follows from the three before it. The real services are tested with the router in tests/e2e.
 """

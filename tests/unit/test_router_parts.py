@@ -162,21 +162,22 @@ def test_a_template_that_reaches_out_or_fails_is_an_error_of_its_own(source: str
 TREE = Tree(
     (9, 11, 12, 13, 14, 15, 16), (0, 0, 0, 1, 2, 1, 3), (0, -0.1, -0.2, -0.3, -0.4, -0.5, -0.6)
 )
+DEPTHS = [0, 1, 1, 2, 2, 2, 3]
 
 
 def test_depths() -> None:
-    assert TREE.depths() == [0, 1, 1, 2, 2, 2, 3]
+    assert TREE.depths() == DEPTHS
 
 
 def test_capped_by_nodes_is_a_prefix() -> None:
-    assert TREE.capped(4, 9) == Tree([9, 11, 12, 13], [0, 0, 0, 1], [0, -0.1, -0.2, -0.3])
+    assert TREE.capped(DEPTHS, 4, 9) == Tree([9, 11, 12, 13], [0, 0, 0, 1], [0, -0.1, -0.2, -0.3])
 
 
 def test_capped_by_depth_renumbers_parents() -> None:
-    assert TREE.capped(99, 1) == Tree([9, 11, 12], [0, 0, 0], [0, -0.1, -0.2])
-    assert TREE.capped(99, 2).parents == [0, 0, 0, 1, 2, 1]
-    assert TREE.capped(99, 3) is TREE
-    assert TREE.capped(99, 0).tokens == [9]
+    assert TREE.capped(DEPTHS, 99, 1) == Tree([9, 11, 12], [0, 0, 0], [0, -0.1, -0.2])
+    assert TREE.capped(DEPTHS, 99, 2).parents == [0, 0, 0, 1, 2, 1]
+    assert TREE.capped(DEPTHS, 99, 3) is TREE
+    assert TREE.capped(DEPTHS, 99, 0).tokens == [9]
 
 
 @pytest.mark.parametrize(
@@ -184,9 +185,8 @@ def test_capped_by_depth_renumbers_parents() -> None:
     [((0, 1), (0, 0)), ((0, 5), (0, 0)), ((0,), (0, 0)), ((0, 0), (0,)), ((0, -1), (0, 0))],
 )
 def test_what_is_no_tree(parents: tuple[int, ...], scores: tuple[float, ...]) -> None:
-    assert not Tree((1, 2), parents, scores).is_well_formed()
-    assert not Tree((), (), ()).is_well_formed()
-    assert TREE.is_well_formed()
+    assert Tree((1, 2), parents, scores).depths() is None
+    assert Tree((), (), ()).depths() is None
 
 
 # -- statistics
@@ -201,11 +201,10 @@ def result(num_emitted: int, num_nodes: int) -> RoundResult:
 
 def test_rounds_are_counted_by_depth_and_length() -> None:
     statistics = RoundStatistics()
-    root = Tree.root_only(1)
-    statistics.add_round(root, result(1, 1), wanted_tree=False)
-    statistics.add_round(TREE, result(3, 7), wanted_tree=True)
-    statistics.add_round(TREE, result(1, 3), wanted_tree=True)  # verify used three nodes
-    statistics.add_round(root, result(1, 1), wanted_tree=True)
+    statistics.add_round([0], result(1, 1), wanted_tree=False)
+    statistics.add_round(DEPTHS, result(3, 7), wanted_tree=True)
+    statistics.add_round(DEPTHS, result(1, 3), wanted_tree=True)  # verify used three nodes
+    statistics.add_round([0], result(1, 1), wanted_tree=True)
     assert statistics.num_rounds == 4
     assert statistics.num_drafted == 6 + 2
     assert statistics.num_accepted == 2
