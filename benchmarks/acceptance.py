@@ -145,7 +145,7 @@ def measure_suite(
 ) -> dict[str, object]:
     """Answers a suite with each drafter; adds to `totals` and returns the suite's own figures."""
     nodes = arguments.max_tree_nodes or 16
-    depth = arguments.max_depth or 6
+    depth = arguments.max_depth or 5
     shapes = {"tree": nodes, "chain": depth + 1}
     own = {name: Tally() for name in totals}
     for index, conversation in enumerate(read_conversations(path, arguments.limit)):

@@ -2,15 +2,17 @@
 schedules.
 
 Writes `benchmarks/results/prove.json`, keyed by a hash of the sources; `--check` only compares the
-hash, and fails if kernels changed since. Some twenty minutes on two cores. No TPU is needed, none
-is timed.
+hash, and fails if kernels changed since. Some twenty minutes on two cores. No TPU is needed and
+none is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ SOURCES = (
     "benchmarks/static_schedule.py",
     "benchmarks/tpu_static.py",
 )
+PLAIN_ON = "v5e"
+"""Where the ops without a Pallas form are compiled at real sizes; `tests/aot` has all chips."""
+
 NO_PROGRAM = ("reference.py", "shapes.py")  # oracles and lists: in no compiled program
 
 # Chip, KV heads, group, head_dim, nodes, page size, and the most cycles per HBM cycle that is
@@ -113,29 +118,36 @@ def prove_program(name: str, chip: str, call: Any, pages_bytes: int) -> dict[str
     return result
 
 
-def prove_programs() -> list[dict[str, Any]]:
+def prove_model(index: int, chip_name: str) -> list[dict[str, Any]]:
+    """The programs of one model on one chip."""
     from benchmarks import programs
     from kernels.chips import CHIPS
 
+    model, chip = programs.MODELS[index], CHIPS[chip_name]
+    pages = _bytes(programs.pages_argument(model))
+    calls = {"tree_attention": (programs.attention(model, chip), pages)}
+    if chip_name == PLAIN_ON:
+        calls["kv_commit"] = (programs.commit(model), pages)
+        calls["sample_and_accept"] = (programs.acceptance(model), 0)
+        calls["build_tree"] = (programs.tree(model), 0)
     results = []
-    for model in programs.MODELS:
-        pages = _bytes(programs.pages_argument(model))
-        for chip in CHIPS.values():
-            if pages > 8 << 30:
-                raise AssertionError(f"{model.name}: {pages} bytes of pages are no realistic shape")
-            calls = {
-                "tree_attention": (programs.attention(model, chip), pages),
-                "kv_commit": (programs.commit(model), pages),
-                "sample_and_accept": (programs.acceptance(model), 0),
-                "build_tree": (programs.tree(model), 0),
-            }
-            for kernel, (call, limit) in calls.items():
-                found = prove_program(f"{kernel}, {model.name}", chip.name, call, limit)
-                if kernel == "tree_attention":
-                    found["bytes"] = attention_bytes(model)
-                results.append(found)
-                print(json.dumps(found), file=sys.stderr, flush=True)
+    for kernel, (call, limit) in calls.items():
+        found = prove_program(f"{kernel}, {model.name}", chip_name, call, limit)
+        if kernel == "tree_attention":
+            found["bytes"] = attention_bytes(model)
+        results.append(found)
+        print(json.dumps(found), file=sys.stderr, flush=True)
     return results
+
+
+def prove_programs(workers: int) -> list[dict[str, Any]]:
+    from benchmarks import programs
+    from kernels.chips import CHIPS
+
+    jobs = [(index, chip) for index in range(len(programs.MODELS)) for chip in CHIPS]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(workers) as pool:
+        return [found for part in pool.starmap(prove_model, jobs, 1) for found in part]
 
 
 def prove_ratios() -> list[dict[str, Any]]:
@@ -155,20 +167,22 @@ def prove_ratios() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.prove", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare hashes only")
-    if parser.parse_args().check:
+    parser.add_argument("--workers", type=int, default=2, help="compilers side by side")
+    arguments = parser.parse_args()
+    workers: int = arguments.workers
+    if arguments.check:
         if not is_fresh():
             sys.exit(f"{RESULT.relative_to(ROOT)} was made from other sources: run `make prove`")
         return
     sources = source_hash()
     import jax
-    import libtpu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     result = {
         "sources": sources,
         "jax": jax.__version__,
-        "libtpu": libtpu.__version__,
+        "libtpu": importlib.metadata.version("libtpu"),
         "schedules": prove_ratios(),
-        "programs": prove_programs(),
+        "programs": prove_programs(workers),
     }
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(result, indent=1) + "\n")

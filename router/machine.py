@@ -288,8 +288,11 @@ class GenerationMachine:
             return self._go_root_only(now)
         actions: list[Action] = []
         if self._draft.wants_restart(self.round):
-            self._draft.expect_rows()
-            actions += self._attach(now)
+            if self._draft.settings.needs_features:
+                self._draft.expect_rows()
+                actions += self._attach(now)
+            else:
+                actions += [ToDraft(command) for command in self._draft.start(self.tokens[:-1])]
         extend = self._draft.extend(self.round, self.tokens)
         if extend is None:
             return actions + self._go_root_only(now)

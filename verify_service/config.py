@@ -39,13 +39,13 @@ class VerifyConfig(ServiceConfig):
         256, ge=0, le=65536, description="Sequences beyond those; more are refused for now."
     )
     max_step_tokens: int = Field(
-        256, ge=8, le=1024, description="Rows of a step: 8, 16, 32 and so on up to 1024."
+        64, ge=8, le=1024, description="Rows of a step: 8, 16, 32 and so on up to 1024."
     )
     row_buckets: IntList = Field(
         ROW_BUCKETS, description="Rows that steps are padded to; one program is compiled for each."
     )
     max_prefill_tokens: int = Field(
-        128, ge=1, le=1024, description="Prefill rows of a step while other sequences decode."
+        48, ge=1, le=1024, description="Prefill rows of a step while other sequences decode."
     )
     max_tree_nodes: int = Field(64, ge=1, le=128, description="Nodes of a tree, root included.")
     max_tree_depth: int = Field(16, ge=1, le=64, description="Deeper nodes are cut.")
