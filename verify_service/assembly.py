@@ -5,8 +5,6 @@ Everything here blocks and runs on a thread before the service says SERVING.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +61,6 @@ def assemble(config: VerifyConfig) -> Assembly:
     engine = _engine(config, target, params)
     begun = time.monotonic()
     engine.warm_up()
-    _give_memory_back()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
     return Assembly(engine, _limits(config, engine), _info(config, engine, identity))
 
@@ -89,12 +86,6 @@ def _set_up_jax(config: VerifyConfig) -> None:
         raise StartupError(
             f"platform: no {config.platform} device ({reason}); set --platform cpu"
         ) from error
-
-
-def _give_memory_back() -> None:
-    """Compiling leaves hundreds of MB free inside the allocator, which is tuned to keep them."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _boundaries(config: VerifyConfig) -> tuple[int, ...] | None:
