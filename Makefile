@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CODE := benchmarks canopy common draft_service kernels models router tools verify_service
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow check format protos bench clean
+.PHONY: demo test test-slow aot prove check format protos bench clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets.
@@ -29,6 +29,11 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@$(PIP_INSTALL) -e '.[test,train]'
 	@touch $@
 
+$(VENV)/.installed-tpu: $(VENV)/.installed-test
+	@echo "installing the compiler for TPU into $(VENV)"
+	@$(PIP_INSTALL) -e '.[tpu]'
+	@touch $@
+
 demo: $(VENV)/.installed  ## Fetch a model, start the three services, stream an answer.
 	@$(BIN)/canopy demo
 
@@ -37,6 +42,12 @@ test: $(VENV)/.installed-test  ## The fast suite, end-to-end tests included.
 
 test-slow: $(VENV)/.installed-test  ## What the fast suite leaves out.
 	$(BIN)/python -m pytest -m slow
+
+aot: $(VENV)/.installed-tpu  ## Compile the kernels for every TPU generation; needs no TPU.
+	$(BIN)/python -m pytest -m aot tests/aot
+
+prove: $(VENV)/.installed-tpu  ## Real shapes on every generation, static schedules; 20 minutes.
+	$(BIN)/python -m benchmarks.prove
 
 check: $(VENV)/.installed-test  ## Format, lint, types, protos.
 	$(BIN)/ruff format --check .

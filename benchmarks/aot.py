@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # compilers share no device: no lock
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask for a TPU's place
 
 import jax
@@ -25,13 +26,17 @@ LARGER_TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 """Where the smallest topology has one chip: names with four."""
 
 
+WHOLE = PartitionSpec()  # type: ignore[no-untyped-call]
+"""On every device the whole array."""
+
+
 @dataclass(frozen=True)
 class Argument:
     """An abstract argument: shape, dtype, and over which mesh axis each dimension is split."""
 
     shape: tuple[int, ...]
     dtype: Any
-    spec: PartitionSpec = PartitionSpec()
+    spec: PartitionSpec = WHOLE
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Program:
 
     def operations(self, name: str) -> list[str]:
         """Lines of optimised HLO whose operation is `name`, e.g. "sort", "copy", "all-gather"."""
-        return re.findall(rf"^.* = [^=\n]*? {name}\(.*$", self.text, re.MULTILINE)
+        return re.findall(rf"^.* = .*? {name}\(.*$", self.text, re.MULTILINE)
 
     def largest_result(self, name: str) -> int:
         """Elements of the largest array that an operation `name` makes; 0 without one."""
@@ -76,9 +81,13 @@ def compile_for(
     *,
     donate: tuple[int, ...] = (),
 ) -> Program:
-    """Compiles `function` for the mesh's chips. Raises what the compiler raises (VMEM, layout, ...)."""
+    """Compiles `function` for the mesh's chips. Raises what the compiler raises (VMEM, layout,
+    ...).
+    """
     abstract = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, a.spec))
+        jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            a.shape, a.dtype, sharding=NamedSharding(mesh, a.spec)
+        )
         for a in arguments
     ]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

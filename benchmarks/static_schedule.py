@@ -1,12 +1,13 @@
 """Reads the compiler's own schedule of a kernel: bundles are cycles, waiting ones included.
 
 libtpu writes, when LIBTPU_INIT_ARGS asks for it, the packed bundles after register allocation and a
-table of slot use, one row a bundle. Memory stalls are not in it: whoever uses these figures sets the
-HBM time beside them.
+table of slot use, one row a bundle. Memory stalls are not in it: whoever uses these figures sets
+the HBM time beside them.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -123,7 +124,7 @@ def parse(bundles: str, utilization: str) -> Schedule:
         raise ValueError(f"{len(texts)} bundles but {len(table)} rows of slot use")
     edges = [*sorted(s for s in starts if s < len(texts)), len(texts)]
     blocks = []
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         slots = table[begin:end]
         blocks.append(
             Block(
@@ -139,7 +140,8 @@ def parse(bundles: str, utilization: str) -> Schedule:
 
 
 def compile_and_read(command: Sequence[str], kernel: str) -> Schedule:
-    """Runs `python -m command...`, which compiles a program, and reads the schedule of its `kernel`.
+    """Runs `python -m command...`, which compiles a program, and reads the schedule of its
+    `kernel`.
 
     A process of its own, since libtpu reads its flags once. Raises RuntimeError with its output.
     """

@@ -1,8 +1,8 @@
 """`python -m benchmarks.tpu_static --chip v5e --kernel tree_attention [--kv-heads 8 ...] --json`
 
-Cycles of the attention kernel's hot body per KV block, from the compiler's static schedule, over the
-cycles in which HBM brings that block; the same for jax's own ragged paged attention kernel. Nothing
-is run: no TPU is needed, and no figure here is a measured time.
+Cycles of the attention kernel's hot body per KV block, from the compiler's static schedule, over
+the cycles in which HBM brings that block; the same for jax's own ragged paged attention kernel.
+Nothing is run: no TPU is needed, and no figure here is a measured time.
 """
 
 from __future__ import annotations
@@ -142,9 +142,7 @@ def _hot(schedule: Schedule, loop: Loop, keys: int, chip_name: str, shape: Shape
         "ratio": round(loop.cycles / hbm_cycles, 3),
         "page_issue_cycles": loop.issue_cycles,
         "empty_share": round(loop.empty / loop.cycles, 3),
-        "mxu_share": round(
-            loop.used["MATMUL"] / (schedule.capacity["MATMUL"] * loop.cycles), 3
-        ),
+        "mxu_share": round(loop.used["MATMUL"] / (schedule.capacity["MATMUL"] * loop.cycles), 3),
         "spill_share": round(spills / max(moves, 1), 3),
     }
 

@@ -18,6 +18,7 @@ from canopy.results import CanopyError
 from canopy.stack import MODULES, Stack, StackSettings
 from common.errors import StartupError, exit_with_one_line
 from common.server import canopy_version
+from draft_service.training import command as training
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,6 +100,12 @@ def _add_head(commands: Commands[argparse.ArgumentParser]) -> None:
     inspect.add_argument("--target", type=Path, help="see whether the head fits this target")
     inspect.add_argument("--json", action="store_true")
     inspect.set_defaults(run=_head_inspect)
+    train = actions.add_parser("train", help="train a head by a recipe; goes on where it stood")
+    training.add_train_arguments(train)
+    train.set_defaults(run=training.train)
+    data = actions.add_parser("generate-data", help="have the target answer prompts, to train on")
+    training.add_generate_arguments(data)
+    data.set_defaults(run=training.generate_data)
     bundle = actions.add_parser("bundle", help="all that a draft machine needs, in one directory")
     bundle.add_argument("directory", type=Path, help="new directory for the bundle")
     bundle.add_argument("--head", type=Path, required=True)

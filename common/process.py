@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -32,6 +33,15 @@ def tune_malloc() -> bool:
     mapped = mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     trimmed = mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
     return bool(mapped and trimmed)
+
+
+def return_free_memory() -> None:
+    """Gives memory that loading and compiling have left free back to the system (trim: glibc)."""
+    gc.collect()
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

@@ -2,13 +2,14 @@
 
 `run_service(service, config)` does, in order:
 
-1. allocator and event loop, logs, metrics endpoint, port (a port in use: StartupError);
+1. event loop, logs, metrics endpoint, port (a port in use: StartupError);
 2. the port is open, health says NOT_SERVING, calls are answered UNAVAILABLE;
    stdout gets `{"event": "listening", "address": ..., "metrics_address": ...}`;
-3. `service.start()`: load, compile, connect. StartupError ends the process with one line;
+3. `service.start()`: load, compile, connect. StartupError ends the process with one line. Then
+   the allocator is set up for serving;
 4. health says SERVING for "" and every name; stdout gets `{"event": "serving", ...}`;
 5. SIGTERM or SIGINT: health says NOT_SERVING, `service.drain(grace)`, `service.stop()`, exit 0.
-   A second signal ends the process at once.
+   A SIGINT after that ends the process at once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ from common.config import ServiceConfig
 from common.errors import StartupError
 from common.log import get_logger, set_up_logging
 from common.metrics import Metrics
-from common.process import end_with_parent, event_loop_factory, tune_malloc
+from common.process import (
+    end_with_parent,
+    event_loop_factory,
+    return_free_memory,
+    tune_malloc,
+)
 
 _logger = get_logger("common.server")
 _EXIT_GRACE_SECONDS = 2.0
@@ -163,7 +169,6 @@ def _refusing(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler
 def run_service(service: Service, config: ServiceConfig, metrics: Metrics) -> int:
     """Runs `service` until a signal; returns the process's exit code. Raises StartupError."""
     set_up_logging(config.SERVICE, config.log_format, config.log_level)
-    tune_malloc()
     if config.parent_pid:
         end_with_parent(config.parent_pid, config.drain_seconds + _EXIT_GRACE_SECONDS)
     metrics.add_process_metrics(canopy_version())
@@ -208,7 +213,7 @@ class _Life:
 
     def _listen_to_signals(self) -> None:
         def on_signal(number: signal.Signals) -> None:
-            if self._stop_asked.is_set():
+            if self._stop_asked.is_set() and number is signal.SIGINT:
                 _logger.warning("second signal; ending at once", signal=number.name)
                 os._exit(1)
             _logger.info("asked to stop", signal=number.name)
@@ -255,6 +260,8 @@ class _Life:
             os._exit(0)
         stopping.cancel()
         await starting
+        return_free_memory()
+        tune_malloc()  # not before: it would keep what loading and compiling set free
         self._gate.started = True
         await self._health.set_serving(True)
         _logger.info("started", seconds=round(time.monotonic() - begun, 2))

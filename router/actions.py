@@ -1,176 +1,76 @@
-"""What a generation's state machine asks for and is told: plain values, no protobuf.
-
-The router's own reading of the wire: `router.codec` makes frames of commands, and events of frames.
-"""
+"""What the generation machine asks of the world around it."""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from common.types import DraftTree, ErrorCode, SequenceState, TreeShape
-from router.requests import RequestError
-from router.stats import GenerationStats
-
-# To verify. Every command carries the verify link's epoch and the last round whose result is here.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyCommand:
-    epoch: int
-    acked_round: int | None
+from router.errors import Failure
+from router.messages import DraftCommand, VerifyCommand
+from router.trees import Tree
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenVerify(VerifyCommand):
-    tokens: tuple[int, ...]
-    num_prompt_tokens: int
-    round: int
-    wants_features: bool
+class FinishReason(enum.Enum):
+    STOP = enum.auto()  # a stop token or a stop string
+    LENGTH = enum.auto()  # max_tokens, or the end of the context
+    ABORTED = enum.auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttachVerify(VerifyCommand):
-    pass
+@dataclass(frozen=True, slots=True)
+class ToVerify:
+    command: VerifyCommand
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendTree(VerifyCommand):
-    round: int
-    kv_len: int
-    tree: DraftTree
+@dataclass(frozen=True, slots=True)
+class ToDraft:
+    command: DraftCommand
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayFeatures(VerifyCommand):
-    position: int
+@dataclass(frozen=True, slots=True)
+class ReleaseFeatures:
+    """The draft is open: blocks held for it may go, under this epoch."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseVerify(VerifyCommand):
-    pass
-
-
-# To draft.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftCommand:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenDraft(DraftCommand):
-    tokens: tuple[int, ...]
-    features_from: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtendDraft(DraftCommand):
-    round: int
-    base_len: int
-    tokens: tuple[int, ...]
-    tree: TreeShape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseDraft(DraftCommand):
-    pass
-
-
-# To the client.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RoundTrace:
-    """One round for those who watch: the nodes verified, the path taken, the bonus token."""
+    """One round as it happened: the nodes that verify used, and what became of them."""
 
     round: int
-    tree: DraftTree
-    accepted_nodes: tuple[int, ...]
+    tree: Tree
+    accepted_nodes: Sequence[int]
     bonus_token: int
     draft_seconds: float
     verify_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emit:
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """Tokens that are final, and the text that they made final."""
+
+    tokens: Sequence[int]
     text: str
-    token_ids: tuple[int, ...]
-    pick_margins: tuple[float, ...]
+    pick_margins: Sequence[float]
     trace: RoundTrace | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    """`reason` is "stop", "length" or "aborted"."""
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The generation is over. At most one of the two stops is set; the token 0 is a token."""
 
-    reason: str
-    stop_string: str | None
-    stop_token_id: int | None
-    stats: GenerationStats
+    reason: FinishReason
+    stop_string: str | None = None
+    stop_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
-    error: RequestError
+class Failed:
+    """The generation cannot go on."""
+
+    failure: Failure
 
 
-Action = VerifyCommand | DraftCommand | Emit | Finish | Fail
-
-
-# Events from the services.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateKnown:
-    """Open, Attach or Rollback performed, or already so."""
-
-    epoch: int
-    state: SequenceState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundResult:
-    epoch: int
-    round: int
-    kv_len: int
-    tokens: tuple[int, ...]
-    pick_margins: tuple[float, ...]
-    num_nodes: int
-    accepted_nodes: tuple[int, ...]
-    step_seconds: float
-    queue_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeReady:
-    epoch: int
-    round: int
-    committed_len: int
-    tree: DraftTree
-    step_seconds: float
-    queue_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandFailed:
-    epoch: int
-    code: ErrorCode
-    message: str
-    round: int
-    state: SequenceState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Paused:
-    """Verify: preempted; the pending round still runs. Draft: evicted, gone."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed:
-    epoch: int
-
-
-Event = StateKnown | RoundResult | TreeReady | CommandFailed | Paused | Closed
+Action: TypeAlias = ToVerify | ToDraft | ReleaseFeatures | Emitted | Finished | Failed

@@ -11,64 +11,74 @@ from canopy.v1 import generation_pb2 as pb
 from canopy.v1 import generation_pb2_grpc
 from common.server import canopy_version
 from router.core import RouterCore
+from router.errors import ErrorKind, Failure, GenerationError, RequestError
 from router.handshake import PROTOCOL_VERSION
-from router.requests import ErrorKind, RequestError
-from router.status import to_status
+from router.metrics import RouterMetrics
+from router.status import abort
 from router.tokenizer import ModelTokenizer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    def __init__(self, core: RouterCore, tokenizer: ModelTokenizer, max_running: int) -> None:
-        self._core, self._tokenizer, self._max_running = core, tokenizer, max_running
+    def __init__(
+        self,
+        core: RouterCore,
+        tokenizer: ModelTokenizer,
+        metrics: RouterMetrics,
+        max_running: int,
+    ) -> None:
+        self._core, self._tokenizer, self._metrics = core, tokenizer, metrics
+        self._max_running = max_running
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
-            session = self._core.open(request)
-        except RequestError as error:
-            await context.abort_with_status(to_status(error))
+            session = await self._core.open(request)
+        except (RequestError, GenerationError) as error:
+            self._metrics.count_rejected(error.failure)
+            await abort(context, error.failure)
         try:
             while True:
-                output = await session.next_output()
-                if isinstance(output, RequestError):
-                    await context.abort_with_status(to_status(output))
-                yield output
-                if output.HasField("completion"):
+                response = await session.next_response()
+                yield response
+                if response.HasField("completion"):
                     return
+        except GenerationError as error:
+            await abort(context, error.failure)
         finally:
-            session.cancel()  # the client may be gone; a session that has ended ignores it
+            session.cancel()  # the client may be gone; nothing happens to one that has ended
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        if not request.request_id:
+            await abort(context, _invalid("request_id", "empty; send the id of the generation"))
         return pb.AbortResponse(aborted=self._core.abort(request.request_id))
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
         try:
-            limits = self._core.limits()
-            if request.model and request.model != limits.model_name:
-                raise RequestError(
-                    "model", f"{request.model!r} is not served here", ErrorKind.NOT_FOUND
-                )
-        except RequestError as error:
-            await context.abort_with_status(to_status(error))
+            served = self._core.served()
+        except GenerationError as error:
+            await abort(context, error.failure)
+        if request.model and request.model != served.model_name:
+            message = f"model: {request.model!r} is not served here; send {served.model_name!r}"
+            await abort(context, Failure(ErrorKind.NOT_FOUND, message, field="model"))
         response = pb.GetModelInfoResponse(
-            max_context_len=limits.context_len,
+            max_context_len=served.max_context_len,
             stop_token_ids=self._tokenizer.stop_token_ids,
-            has_chat_template=self._tokenizer.has_chat_template,
+            has_chat_template=self._tokenizer.chat_template is not None,
         )
         if self._core.verify.info is not None:
             response.target.CopyFrom(self._core.verify.info.target)
-        response.target.model_name = limits.model_name
+        response.target.model_name = served.model_name
         draft = self._core.draft
         if draft is not None and draft.info is not None:
             response.head_name = draft.info.head_name
-            response.max_tree.max_depth = limits.max_tree.max_depth
-            response.max_tree.top_k = limits.max_tree.top_k
-            response.max_tree.max_nodes = limits.max_tree.max_nodes
+            response.max_tree.max_depth = served.max_tree.max_depth
+            response.max_tree.top_k = served.max_tree.top_k
+            response.max_tree.max_nodes = served.max_tree.max_nodes
         return response
 
     async def GetServerInfo(
@@ -83,4 +93,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
-        return pb.GetLoadResponse(num_running=self._core.num_running, max_running=self._max_running)
+        return pb.GetLoadResponse(
+            num_running=self._core.num_running,
+            num_waiting=self._core.num_waiting,
+            max_running=self._max_running,
+        )
+
+
+def _invalid(field: str, message: str) -> Failure:
+    return Failure(ErrorKind.INVALID_ARGUMENT, f"{field}: {message}", field=field)

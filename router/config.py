@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from common.config import ServiceConfig
 from common.types import TreeShape
@@ -21,31 +21,52 @@ class RouterConfig(ServiceConfig):
         description="Directory with the target's tokenizer.json and config.json; no weights."
     )
     model_name: str = Field("", description="Name that clients ask for; empty: the directory's.")
-    verify: str = Field(description="Address of the verify service, host:port.")
+    verify: str = Field(description="Address of the verify service, HOST:PORT.")
     draft: str = Field(
-        "", description="Address of the draft service, host:port; empty: root-only decoding."
+        "", description="Address of the draft service, HOST:PORT; empty: root-only decoding."
     )
     max_running: int = Field(
         256, ge=1, le=65536, description="Generations at once; more are refused for now."
     )
     max_total_tokens: int = Field(
-        0, ge=0, description="Most tokens of prompt and output; 0: what the services can hold."
+        0, ge=0, description="Most tokens of prompt and answer; 0: as many as verify holds."
     )
     default_max_tokens: int = Field(
         512, ge=1, description="Tokens to generate where a request says nothing."
     )
-    tree_depth: int = Field(5, ge=1, le=32, description="Default depth of trees.")
-    tree_top_k: int = Field(4, ge=1, le=64, description="Default children considered per node.")
-    tree_nodes: int = Field(12, ge=1, le=128, description="Default nodes of a tree, root included.")
+    tree_depth: int = Field(6, ge=1, le=64, description="Default depth of trees.")
+    tree_top_k: int = Field(8, ge=1, le=64, description="Default children considered per node.")
+    tree_nodes: int = Field(16, ge=1, le=256, description="Default nodes of a tree with the root.")
     tree_seconds: float = Field(
         1.0, gt=0, le=60, description="Wait for a tree before a round goes without one."
     )
-    max_buffered_chunks: int = Field(
-        64, ge=1, le=65536, description="Chunks kept for a slow client before its sequence pauses."
+    catch_up_tokens: int = Field(
+        2048, ge=1, description="How far back a draft begins that is opened in mid-generation."
+    )
+    max_unread_tokens: int = Field(
+        256, ge=1, le=1 << 20, description="Tokens kept for a slow client before it is paused."
     )
     verify_lost_seconds: float = Field(
         30.0, gt=0, le=3600, description="Running generations wait this long for a lost verify."
     )
+    draft_wait_seconds: float = Field(
+        60.0, ge=0, le=3600, description="At start, wait this long for the draft, then go without."
+    )
+
+    @field_validator("verify", "draft")
+    @classmethod
+    def _is_address(cls, address: str) -> str:
+        host, _, port = address.rpartition(":")
+        if address and not (host and port.isdigit() and 0 < int(port) <= 65535):
+            raise ValueError(f"{address!r} is no address; give HOST:PORT")
+        return address
+
+    @field_validator("verify")
+    @classmethod
+    def _is_set(cls, address: str) -> str:
+        if not address:
+            raise ValueError("empty; give the verify service's HOST:PORT")
+        return address
 
     @property
     def default_tree(self) -> TreeShape:

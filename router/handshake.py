@@ -1,12 +1,21 @@
-"""Whether a draft and a verify service fit: compared once per connection, before any sequence."""
+"""Whether router, verify and draft fit, and what they can do together.
+
+Compared once per connection, before any sequence.
+"""
 
 from __future__ import annotations
 
-from canopy.v1 import draft_pb2, verify_pb2
+from canopy.v1 import draft_pb2, types_pb2, verify_pb2
 from canopy.v1.types_pb2 import FeatureDtype, FeatureKind
+from common.types import TreeShape
+from router.config import RouterConfig
+from router.generation import Served
 from router.tokenizer import ModelTokenizer
 
 PROTOCOL_VERSION = 1
+TARGET_FIELDS = (
+    *("vocab_size", "padded_vocab_size", "tokenizer_hash", "hidden_size", "weights_hash"),
+)
 
 
 def check_verify(info: verify_pb2.GetVerifyInfoResponse, tokenizer: ModelTokenizer) -> str | None:
@@ -14,11 +23,25 @@ def check_verify(info: verify_pb2.GetVerifyInfoResponse, tokenizer: ModelTokeniz
     if info.protocol_version != PROTOCOL_VERSION:
         return _version("verify", info.protocol_version)
     theirs = info.target.tokenizer_hash
-    if theirs and theirs != tokenizer.tokenizer_hash:
+    if theirs != tokenizer.tokenizer_hash:
         return (
-            f"tokenizer_hash: verify's model has {theirs[:12]}, the router's"
+            f"tokenizer_hash: verify's model has {theirs[:12] or 'none'}, the router's"
             f" {tokenizer.tokenizer_hash[:12]}; give both the same model directory"
         )
+    return None
+
+
+def check_same_target(
+    before: verify_pb2.GetVerifyInfoResponse, after: verify_pb2.GetVerifyInfoResponse
+) -> str | None:
+    """A verify that comes back with another model must not go on with sequences of the old one."""
+    for field in TARGET_FIELDS:
+        was, now = getattr(before.target, field), getattr(after.target, field)
+        if was != now:
+            return (
+                f"{field}: verify came back with {now!r}, it had {was!r}; start the router anew to"
+                " serve the new model"
+            )
     return None
 
 
@@ -28,17 +51,11 @@ def check_pair(
     """The first mismatch between verify and draft in words with the remedy, or None."""
     if draft.protocol_version != PROTOCOL_VERSION:
         return _version("draft", draft.protocol_version)
-    for field in (
-        "vocab_size",
-        "padded_vocab_size",
-        "tokenizer_hash",
-        "hidden_size",
-        "weights_hash",
-    ):
+    for field in TARGET_FIELDS:
         ours, theirs = getattr(verify.target, field), getattr(draft.target, field)
         if ours != theirs:
             return (
-                f"{field}: verify's target has {ours}, the draft's head is set up for {theirs};"
+                f"{field}: verify's target has {ours!r}, the draft's head is set up for {theirs!r};"
                 " give both services the same target"
             )
     made, needed = verify.features, draft.features
@@ -68,4 +85,42 @@ def _version(role: str, theirs: int) -> str:
     return (
         f"protocol version: the router speaks {PROTOCOL_VERSION}, {role} {theirs};"
         " run the same release of both"
+    )
+
+
+def served(
+    config: RouterConfig,
+    tokenizer: ModelTokenizer,
+    verify: verify_pb2.GetVerifyInfoResponse,
+    draft: draft_pb2.GetDraftInfoResponse | None,
+) -> Served:
+    """The limits of requests. A draft not met yet bounds nothing: verify alone does."""
+    nodes = max(1, verify.max_tree_nodes)
+    most = TreeShape(max_depth=max(1, nodes - 1), top_k=nodes, max_nodes=nodes)
+    if draft is not None:
+        most = _smaller(most, draft.max_tree)
+    unasked = config.default_tree
+    return Served(
+        model_name=config.served_name,
+        vocab_size=verify.target.vocab_size,
+        max_context_len=min(
+            verify.max_context_len, config.max_total_tokens or verify.max_context_len
+        ),
+        stop_token_ids=tokenizer.stop_token_ids,
+        default_max_tokens=config.default_max_tokens,
+        max_tree=most,
+        default_tree=TreeShape(
+            max_depth=min(unasked.max_depth, most.max_depth),
+            top_k=min(unasked.top_k, most.top_k),
+            max_nodes=min(unasked.max_nodes, most.max_nodes),
+        ),
+    )
+
+
+def _smaller(shape: TreeShape, limit: types_pb2.TreeShape) -> TreeShape:
+    """Field by field; what the limit leaves unset does not limit."""
+    return TreeShape(
+        max_depth=min(shape.max_depth, limit.max_depth or shape.max_depth),
+        top_k=min(shape.top_k, limit.top_k or shape.top_k),
+        max_nodes=min(shape.max_nodes, limit.max_nodes or shape.max_nodes),
     )

@@ -1,9 +1,9 @@
-"""The router's long-lived streams to one verify and one draft service.
+"""The router's long-lived link to one verify or draft service: made, kept, made again.
 
-Each link keeps one command stream, whose frames carry whatever many sequences have to say at that
-moment, and one feature stream beside it. A lost link is made again with growing pauses; whoever
-holds sequences is told `on_up` and `on_down`. Frames not yet sent when a link goes down are
-dropped: the state machines ask again.
+A link has a command stream, whose frames carry whatever many sequences have to say at that moment,
+and a feature stream beside it. A lost link is made again with growing pauses; whoever holds
+sequences is told. Commands not yet sent when a link goes down are dropped: the state machines ask
+again. `verify_link.py` and `draft_link.py` are the two kinds.
 """
 
 from __future__ import annotations
@@ -11,70 +11,108 @@ from __future__ import annotations
 import abc
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from canopy.v1 import draft_pb2, draft_pb2_grpc, types_pb2, verify_pb2, verify_pb2_grpc
 from common.log import get_logger
 from common.server import channel_options
 
-FEATURE_CREDIT_BYTES = 8 << 20
-"""Feature bytes that may be on their way through the router, per verify link."""
 MAX_COMMANDS_PER_FRAME = 256
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 2.0
-_CALL_TIMEOUT_SECONDS = 5.0
+MAX_TOKENS_PER_FRAME = 1 << 18
+"""Of Opens; three bytes each. One prompt more than that still fits a message of the usual limit."""
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 1.0
+CALL_TIMEOUT_SECONDS = 5.0
 
 _logger = get_logger("router.links")
 
-Command = TypeVar("Command")
-Event = TypeVar("Event")
-FeatureSink = Callable[[types_pb2.FeatureBlock], None]
+CommandMessage = TypeVar("CommandMessage")
+EventMessage = TypeVar("EventMessage")
+Metadata = tuple[tuple[str, str], ...]
 
 
 class Misfit(Exception):
-    """The peer answers but does not fit; the message names the mismatch."""
+    """The peer answers but does not fit; the message names the mismatch and the remedy."""
+
+
+class NotYet(Exception):
+    """The peer cannot be judged yet; the message says what it waits for."""
 
 
 @dataclass(slots=True)
 class PeerState:
-    """What GetServerInfo shows of a peer."""
+    """What GetServerInfo shows of a peer. `linked`: the streams are up. `ready`: and it serves."""
 
     address: str
     role: str
+    linked: bool = False
     ready: bool = False
+    misfit: bool = False
     reason: str = "not connected yet"
 
 
-class Link(abc.ABC, Generic[Command, Event]):
+@dataclass(slots=True)
+class LinkCounts:
+    """Since the start of the process."""
+
+    num_frames_sent: int = 0
+    num_frames_received: int = 0
+    num_commands_sent: int = 0
+    num_events_received: int = 0
+    num_bytes_sent: int = 0
+    num_bytes_received: int = 0
+    num_losses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkListener(Generic[EventMessage]):
+    """`on_events`: one frame's. `on_up`, `on_down`: the streams. `on_change`: the peer's state.
+
+    `asked_at`: when what is being answered arrived. `on_sent`: a frame whose first command answers
+    that is handed to the transport; told the role, and when that was.
+    """
+
+    on_events: Callable[[Iterable[EventMessage]], None]
+    on_up: Callable[[], None]
+    on_down: Callable[[], None]
+    on_change: Callable[[], None]
+    asked_at: Callable[[], float]
+    on_sent: Callable[[str, float], None]
+
+
+class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
     """Connects, reconnects, sends commands in coalesced frames, hands events on."""
 
     role: str
+    service: str
+    stream_path: str
+    response_type: Any
 
     def __init__(
-        self,
-        address: str,
-        max_message_bytes: int,
-        on_event: Callable[[Event], None],
-        on_up: Callable[[], None],
-        on_down: Callable[[], None],
+        self, address: str, max_message_bytes: int, listener: LinkListener[EventMessage]
     ) -> None:
         self.peer = PeerState(address, self.role)
-        self.link_id = secrets.token_hex(8)
-        self._options = channel_options(max_message_bytes)
-        self._on_event, self._on_up, self._on_down = on_event, on_up, on_down
-        self._outbox: list[Command] = []
-        self._wake = asyncio.Event()
+        self.counts = LinkCounts()
+        self._listener = listener
+        self._options = [
+            *channel_options(max_message_bytes),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
+        self._outbox: deque[tuple[CommandMessage, int]] = deque()
+        self._filled = asyncio.Event()
         self._emptied = asyncio.Event()
+        self._was_linked = False
+        self._asked_at = 0.0  # for the first command of the outbox
         self._task: asyncio.Task[None] | None = None
-        self.num_frames_sent = 0
-        self.num_bytes_sent = 0
-        self.num_bytes_received = 0
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep_connected(), name=f"link-{self.role}")
@@ -85,54 +123,93 @@ class Link(abc.ABC, Generic[Command, Event]):
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    def send(self, command: Command) -> None:
-        """Queues a command for the next frame; dropped while the link is down."""
-        if self.peer.ready:
-            self._outbox.append(command)
-            self._wake.set()
+    def send(self, command: CommandMessage, num_tokens: int = 0) -> None:
+        """Queues a command for the next frame; dropped while the link is down.
+
+        `num_tokens`: those of an Open, by which frames are kept small.
+        """
+        if self.peer.linked:
+            if not self._outbox:
+                self._asked_at = self._listener.asked_at()
+                self._filled.set()
+            self._outbox.append((command, num_tokens))
 
     async def flush(self) -> None:
         """Returns once the outbox was handed to the transport, or the link is down."""
-        self._emptied.clear()
-        if self.peer.ready and self._outbox:
+        while self.peer.linked and self._outbox:
+            self._emptied.clear()
             await self._emptied.wait()
 
+    # -- the kinds fill in
+
+    @abc.abstractmethod
+    async def _meet(self, channel: grpc.aio.Channel) -> None:
+        """Asks who the peer is. Raises Misfit."""
+
+    @abc.abstractmethod
+    def _frame(self, commands: list[CommandMessage]) -> Any:
+        """One message of the command stream."""
+
+    @abc.abstractmethod
+    def _feature_work(
+        self, channel: grpc.aio.Channel, metadata: Metadata
+    ) -> list[Coroutine[Any, Any, None]]:
+        """What keeps the feature stream going."""
+
+    # -- one life after the other
+
     async def _keep_connected(self) -> None:
-        pause = _FIRST_PAUSE_SECONDS
+        pause = FIRST_PAUSE_SECONDS
         while True:
             try:
                 async with grpc.aio.insecure_channel(
                     self.peer.address, options=self._options
                 ) as channel:
-                    await self._run(channel)
-                reason = "the peer closed the stream"
+                    await self._live(channel)
+                self._note_loss("the peer ended the stream")
             except Misfit as misfit:
-                reason = str(misfit)
+                self._note_loss(str(misfit), misfit=True)
+            except NotYet as wait:
+                self._note_loss(str(wait))
+                pause = FIRST_PAUSE_SECONDS
             except grpc.aio.AioRpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
-            was_ready, self.peer.ready = self.peer.ready, False
-            if was_ready or reason != self.peer.reason:
-                _logger.warning("peer lost", peer=self.peer.address, role=self.role, reason=reason)
-            self.peer.reason = reason
-            self._emptied.set()
-            if was_ready:
-                self._outbox.clear()
-                self._on_down()
-                pause = _FIRST_PAUSE_SECONDS
+                self._note_loss(f"{error.code().name}: {error.details()}")
+            except Exception as error:  # a fault of ours must not end the link for good
+                _logger.exception("link failed", peer=self.peer.address, role=self.role)
+                self._note_loss(f"{type(error).__name__}: {error}")
+            pause = FIRST_PAUSE_SECONDS if self._was_linked else pause
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    async def _run(self, channel: grpc.aio.Channel) -> None:
-        """One life of the link: until a stream ends."""
-        await self._handshake(channel)
-        self._wake = asyncio.Event()
-        metadata = (("canopy-link-id", self.link_id),)
-        call = self._open_stream(channel, self._frames(), metadata)
-        others = [self._read(call), *self._feature_tasks(channel, metadata)]
-        tasks = [asyncio.ensure_future(task) for task in others]
-        self.peer.ready, self.peer.reason = True, ""
-        _logger.info("peer connected", peer=self.peer.address, role=self.role)
-        self._on_up()
+    def _note_loss(self, reason: str, *, misfit: bool = False) -> None:
+        peer = self.peer
+        self._was_linked = peer.linked
+        if peer.linked or reason != peer.reason:
+            _logger.warning("no peer", peer=peer.address, role=self.role, reason=reason)
+        peer.linked, peer.ready, peer.misfit, peer.reason = False, False, misfit, reason
+        self._outbox.clear()
+        self._emptied.set()
+        if self._was_linked:
+            self.counts.num_losses += 1
+            self._listener.on_down()
+        self._listener.on_change()
+
+    async def _live(self, channel: grpc.aio.Channel) -> None:
+        """One life of the link: until one of its streams ends."""
+        await self._meet(channel)
+        metadata: Metadata = (("canopy-link-id", secrets.token_hex(16)),)
+        call = self._open_stream(channel, metadata)
+        self._filled = asyncio.Event()
+        peer = self.peer
+        peer.linked, peer.ready, peer.misfit, peer.reason = True, True, False, ""
+        _logger.info("peer linked", peer=peer.address, role=self.role)
+        work = [
+            *(self._write(call), self._read(call), self._watch_health(channel)),
+            *self._feature_work(channel, metadata),
+        ]
+        tasks = [asyncio.ensure_future(part) for part in work]
+        self._listener.on_up()
+        self._listener.on_change()
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -141,164 +218,93 @@ class Link(abc.ABC, Generic[Command, Event]):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            call.cancel()
 
-    async def _frames(self) -> AsyncIterator[Any]:
+    def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
+        """The command stream. Bytes are counted where they are made: asking a message for its size
+        costs as much as making them.
+        """
+        counts, parse = self.counts, self.response_type.FromString
+
+        def serialize(frame: Any) -> bytes:
+            data: bytes = frame.SerializeToString()
+            counts.num_bytes_sent += len(data)
+            return data
+
+        def deserialize(data: bytes) -> Any:
+            counts.num_bytes_received += len(data)
+            return parse(data)
+
+        open_stream = channel.stream_stream(self.stream_path, serialize, deserialize)
+        return open_stream(metadata=metadata)
+
+    async def _write(self, call: Any) -> None:
+        """What is ready at this moment goes in one frame; a slow transport makes fuller ones."""
+        counts = self.counts
         while True:
-            await self._wake.wait()
-            # Let every sequence that is ready in this turn of the loop into the same frame.
-            await asyncio.sleep(0)
-            batch = self._outbox[:MAX_COMMANDS_PER_FRAME]
-            del self._outbox[:MAX_COMMANDS_PER_FRAME]
-            if not self._outbox:
-                self._wake.clear()
-            if batch:
-                frame = self._frame(batch)
-                self.num_frames_sent += 1
-                self.num_bytes_sent += frame.ByteSize()
-                yield frame
+            await self._filled.wait()
+            batch = self._next_batch()
+            frame = self._frame(batch)
+            counts.num_frames_sent += 1
+            counts.num_commands_sent += len(batch)
+            self._listener.on_sent(self.role, self._asked_at)
+            await write(call, frame)
             if not self._outbox:
                 self._emptied.set()
 
+    def _next_batch(self) -> list[CommandMessage]:
+        batch: list[CommandMessage] = []
+        outbox, num_tokens = self._outbox, 0
+        while outbox and len(batch) < MAX_COMMANDS_PER_FRAME and num_tokens < MAX_TOKENS_PER_FRAME:
+            command, tokens = outbox.popleft()
+            batch.append(command)
+            num_tokens += tokens
+        if not outbox:
+            self._filled.clear()
+        return batch
+
     async def _read(self, call: Any) -> None:
-        async for frame in call:
-            self.num_bytes_received += frame.ByteSize()
-            for event in frame.events:
-                self._on_event(event)
+        counts = self.counts
+        while (frame := await call.read()) is not grpc.aio.EOF:
+            counts.num_frames_received += 1
+            counts.num_events_received += len(frame.events)
+            self._listener.on_events(frame.events)
+        await _raise_status(call)
 
-    @abc.abstractmethod
-    async def _handshake(self, channel: grpc.aio.Channel) -> None:
-        """Asks who the peer is. Raises Misfit."""
-
-    @abc.abstractmethod
-    def _open_stream(self, channel: grpc.aio.Channel, frames: Any, metadata: Any) -> Any: ...
-
-    @abc.abstractmethod
-    def _frame(self, commands: list[Command]) -> Any: ...
-
-    @abc.abstractmethod
-    def _feature_tasks(self, channel: grpc.aio.Channel, metadata: Any) -> list[Awaitable[None]]: ...
-
-
-class VerifyLink(Link[verify_pb2.VerifyCommand, verify_pb2.VerifyEvent]):
-    role = "verify"
-
-    def __init__(
-        self,
-        *args: Any,
-        check: Callable[[verify_pb2.GetVerifyInfoResponse], str | None],
-        on_features: FeatureSink,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.info: verify_pb2.GetVerifyInfoResponse | None = None
-        self._check, self._on_features = check, on_features
-        self._credit: asyncio.Queue[int] = asyncio.Queue()
-
-    def return_credit(self, num_bytes: int) -> None:
-        """Feature bytes that have left the router: as many more may come."""
-        self._credit.put_nowait(num_bytes)
-
-    async def _handshake(self, channel: grpc.aio.Channel) -> None:
-        stub = verify_pb2_grpc.VerifyServiceStub(channel)
-        info = await stub.GetVerifyInfo(
-            verify_pb2.GetVerifyInfoRequest(), timeout=_CALL_TIMEOUT_SECONDS
-        )
-        if (mismatch := self._check(info)) is not None:
-            raise Misfit(mismatch)
-        self.info = info
-
-    def _open_stream(self, channel: grpc.aio.Channel, frames: Any, metadata: Any) -> Any:
-        return verify_pb2_grpc.VerifyServiceStub(channel).Verify(frames, metadata=metadata)
-
-    def _frame(self, commands: list[verify_pb2.VerifyCommand]) -> verify_pb2.VerifyRequest:
-        return verify_pb2.VerifyRequest(commands=commands)
-
-    def _feature_tasks(self, channel: grpc.aio.Channel, metadata: Any) -> list[Awaitable[None]]:
-        return [self._receive_features(channel, metadata)]
-
-    async def _receive_features(self, channel: grpc.aio.Channel, metadata: Any) -> None:
-        self._credit = asyncio.Queue()
-        self._credit.put_nowait(FEATURE_CREDIT_BYTES)
-        stub = verify_pb2_grpc.VerifyServiceStub(channel)
-        call = stub.ReceiveFeatures(self._grants(), metadata=metadata)
-        async for response in call:
-            for block in response.blocks:
-                self._on_features(block)
-
-    async def _grants(self) -> AsyncIterator[verify_pb2.ReceiveFeaturesRequest]:
-        queue = self._credit
-        while True:
-            granted = await queue.get()
-            while not queue.empty():
-                granted += queue.get_nowait()
-            yield verify_pb2.ReceiveFeaturesRequest(credit_bytes=granted)
-
-
-class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
-    role = "draft"
-
-    def __init__(
-        self,
-        *args: Any,
-        check: Callable[[draft_pb2.GetDraftInfoResponse], str | None],
-        on_features_sent: Callable[[int], None],
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.info: draft_pb2.GetDraftInfoResponse | None = None
-        self._check, self._on_features_sent = check, on_features_sent
-        self._blocks: list[types_pb2.FeatureBlock] = []
-        self._changed = asyncio.Event()
-        self._credit_bytes = 0
-
-    def send_features(self, block: types_pb2.FeatureBlock) -> None:
-        """Queued until the draft has credit; the verify link's credit bounds the queue."""
-        if self.peer.ready:
-            self._blocks.append(block)
-            self._changed.set()
-        else:
-            self._on_features_sent(len(block.data))
-
-    async def _handshake(self, channel: grpc.aio.Channel) -> None:
-        stub = draft_pb2_grpc.DraftServiceStub(channel)
-        info = await stub.GetDraftInfo(
-            draft_pb2.GetDraftInfoRequest(), timeout=_CALL_TIMEOUT_SECONDS
-        )
-        if (mismatch := self._check(info)) is not None:
-            raise Misfit(mismatch)
-        self.info = info
-
-    def _open_stream(self, channel: grpc.aio.Channel, frames: Any, metadata: Any) -> Any:
-        return draft_pb2_grpc.DraftServiceStub(channel).Draft(frames, metadata=metadata)
-
-    def _frame(self, commands: list[draft_pb2.DraftCommand]) -> draft_pb2.DraftRequest:
-        return draft_pb2.DraftRequest(commands=commands)
-
-    def _feature_tasks(self, channel: grpc.aio.Channel, metadata: Any) -> list[Awaitable[None]]:
-        return [self._send_features(channel, metadata)]
-
-    async def _send_features(self, channel: grpc.aio.Channel, metadata: Any) -> None:
-        self._changed, self._credit_bytes = asyncio.Event(), 0
-        stub = draft_pb2_grpc.DraftServiceStub(channel)
-        call = stub.SendFeatures(self._feature_frames(), metadata=metadata)
+    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
+        """A peer that drains takes no new sequences; those that run go on."""
+        stub = health_pb2_grpc.HealthStub(channel)
+        call = stub.Watch(health_pb2.HealthCheckRequest(service=self.service))
+        serving = health_pb2.HealthCheckResponse.SERVING
         try:
             async for response in call:
-                self._credit_bytes += response.credit_bytes
-                self._changed.set()
-        finally:
-            dropped, self._blocks = self._blocks, []
-            self._on_features_sent(sum(len(block.data) for block in dropped))
+                ready = response.status == serving
+                if ready != self.peer.ready:
+                    self.peer.ready, self.peer.reason = ready, "" if ready else "it is draining"
+                    self._listener.on_change()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+        await _forever()  # the command stream says when the peer is gone
 
-    async def _feature_frames(self) -> AsyncIterator[draft_pb2.SendFeaturesRequest]:
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            while self._blocks and self._credit_bytes > 0:
-                batch = [self._blocks.pop(0)]
-                num_bytes = len(batch[0].data)
-                while self._blocks and num_bytes + len(self._blocks[0].data) <= 1 << 20:
-                    batch.append(self._blocks.pop(0))
-                    num_bytes += len(batch[-1].data)
-                self._credit_bytes -= num_bytes
-                yield draft_pb2.SendFeaturesRequest(blocks=batch)
-                self._on_features_sent(num_bytes)
+
+async def write(call: Any, message: Any) -> None:
+    """Writes; on a stream that has ended it waits to be cancelled, for the reader knows why."""
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        await _forever()
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def _raise_status(call: Any) -> None:
+    """Raises AioRpcError unless the stream ended well."""
+    code = await call.code()
+    if code is not grpc.StatusCode.OK:
+        trailers = await call.trailing_metadata()
+        raise grpc.aio.AioRpcError(
+            code, await call.initial_metadata(), trailers, await call.details()
+        )

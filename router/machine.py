@@ -1,375 +1,521 @@
-"""One generation's rounds as a plain state machine: event in, actions out, clock injected, no I/O.
+"""One generation's rounds, sans-IO: events in, actions out, the clock an argument.
 
-    start -> opening -> (waiting for a tree -> waiting for a result)* -> finished
+    start ─▶ RESULT ─ tokens ─▶ TREE ─ tree, or deadline ─▶ RESULT ─ … ─▶ ENDED
+               ▲  └─ client slow ─▶ HELD ─┘                   │
+               └──── RETRY ◀─ verify full or draining ────────┘
 
-Verify is the authority: a round is done when its result is here. The draft is help that may be
-late, wrong or gone; then the root alone is sent and the draft catches up with the next Extend.
-Everything that arrives twice, late or from an earlier life of a link is dropped by round and epoch.
+Round 0 rides on the prefill that Open starts. After each result the draft is told the new tokens
+(Extend) and has until a deadline to answer with a tree; else the round runs root-only. Verify is
+the authority: what it has forgotten is opened again with all tokens so far, at the same position.
+
+Every frame carries an epoch; frames of another than the present one are dropped. Epochs rise with
+each Open, Attach and Rollback. Rounds are answered once: repeated results change nothing.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.types import DraftTree, ErrorCode, SequenceState, TreeShape
+from common.types import ErrorCode, SequenceState
 from router.actions import (
     Action,
-    AttachVerify,
-    Closed,
-    CloseDraft,
-    CloseVerify,
-    CommandFailed,
-    Emit,
-    Event,
-    ExtendDraft,
-    Fail,
-    Finish,
-    OpenDraft,
-    OpenVerify,
-    Paused,
-    ReplayFeatures,
-    RoundResult,
+    Emitted,
+    Failed,
+    Finished,
+    FinishReason,
+    ReleaseFeatures,
     RoundTrace,
-    SendTree,
-    StateKnown,
-    TreeReady,
+    ToDraft,
+    ToVerify,
 )
-from router.requests import ErrorKind, Generation, RequestError
-from router.stats import GenerationStats
-from router.textstream import TextStream
+from router.drafting import DraftSettings, DraftSide, DraftStage, FeatureRoute
+from router.errors import ErrorKind, Failure
+from router.generation import Generation
+from router.messages import (
+    Close,
+    DraftEvent,
+    Evicted,
+    Preempted,
+    Rollback,
+    RoundResult,
+    SequenceFailed,
+    StateReport,
+    TreeReady,
+    VerifyAttach,
+    VerifyEvent,
+    VerifyOpen,
+    VerifyTree,
+)
+from router.output_text import OutputText
+from router.statistics import Clock, RoundStatistics
+from router.trees import Tree
 
-MAX_REOPENS_WITHOUT_PROGRESS = 3
+_MAX_STOP_TOKENS_SENT = 8
+"""Verify takes so many to stop its walk at; the router itself cuts at all of them."""
+
+_RETRY_SECONDS = 0.5
 
 
 class Phase(enum.Enum):
-    NEW = "new"
-    WAITING_FOR_RESULT = "waiting for a result"
-    WAITING_FOR_TREE = "waiting for a tree"
-    FINISHED = "finished"
+    NEW = enum.auto()
+    RESULT = enum.auto()  # verify runs, or will run, the present round
+    TREE = enum.auto()  # the draft grows the present round's tree
+    HELD = enum.auto()  # the tree is ready, the client has not taken its tokens
+    RETRY = enum.auto()  # verify could not take the sequence; opened again later
+    ENDED = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long the machine waits, in seconds."""
+class MachineSettings:
+    """`draft` None: there is no draft service. `verify_lost_seconds`: how long a generation waits
+    for a verify service that is gone, full or draining. `max_recoveries`: how often it is opened
+    again without a result between; a sequence that brings verify down must not do so for ever.
+    """
 
-    tree_seconds: float
+    draft: DraftSettings | None = None
+    max_tree_nodes: int = 64
+    verify_lost_seconds: float = 30.0
+    max_recoveries: int = 6
 
 
 class GenerationMachine:
-    """Holds text, parameters and round; tells the caller what to send. Not thread-safe.
-
-    `deadline`: call `on_deadline` at this time, or None. Nothing comes after `Finish` or `Fail`.
-    """
+    """`tokens`: prompt and all emitted. `round`: the present one."""
 
     def __init__(
-        self, generation: Generation, text: TextStream, patience: Patience, *, has_draft: bool
+        self,
+        generation: Generation,
+        sequence_id: bytes,
+        text: OutputText,
+        settings: MachineSettings,
+        now: float,
     ) -> None:
         self.generation = generation
+        self.sequence_id = sequence_id
+        self.tokens = list(generation.prompt_tokens)
+        self.round = 0
         self.phase = Phase.NEW
-        self.deadline: float | None = None
+        self.statistics = RoundStatistics()
+        self.clock = Clock(started=now)
+        self.paused = False
+        self.num_preemptions = 0
+        self.num_reopened = 0
+        self.num_draft_misses = 0
+        self._settings = settings
         self._text = text
-        self._patience = patience
-        self._tokens = list(generation.prompt_ids)
-        self._round = 0
-        self._tree = DraftTree.root_only(generation.prompt_ids[-1])
-        self._sent_at = 0.0
-        self._verify_epoch = 0
-        self._reopens = 0
-        self._has_draft = has_draft and generation.speculate
-        self._draft_open = False
-        self._draft_epoch = 0
-        self._draft_len = 0  # tokens that the draft was told
-        self._tree_seconds = 0.0
+        self._stop_ids = frozenset(generation.stop_token_ids)
+        self._tree = Tree.root_only(self.tokens[-1])
+        self._depths: Sequence[int] = (0,)
+        self._tree_wanted = False
+        self._round_draft_seconds = 0.0
+        self._rides_on_open = True  # the present round was begun by Open, not by VerifyTree
+        self._acked: int | None = None
+        self._epoch = 0
+        self._verify_up = True
+        self._verify_lost_at: float | None = None
+        self._retry_at = 0.0
+        self._tree_deadline = 0.0
+        self._sent_at = now
+        self._recoveries = 0
+        self._draft: DraftSide | None = None
+        if settings.draft is not None and generation.tree is not None:
+            self._draft = DraftSide(sequence_id, generation, generation.tree, settings.draft)
 
-    # -- what the caller reports ---------------------------------------------------------------
+    # -- for the service
 
-    def start(self, now: float) -> list[Action]:
-        self.stats = GenerationStats(started=now, num_prompt_tokens=len(self.generation.prompt_ids))
-        return [*self._open_draft(features_from=0), *self._open_verify(now)]
+    @property
+    def num_emitted(self) -> int:
+        return len(self.tokens) - len(self.generation.prompt_tokens)
 
-    def on_verify(self, event: Event, now: float) -> list[Action]:
-        if self.phase is Phase.FINISHED or event.epoch != self._verify_epoch:
+    @property
+    def ended(self) -> bool:
+        return self.phase is Phase.ENDED
+
+    @property
+    def draft_stage(self) -> DraftStage | None:
+        return None if self._draft is None else self._draft.stage
+
+    def deadline(self) -> float | None:
+        """When `tick` has something to do; None: never."""
+        due = None
+        if self.phase is Phase.TREE:
+            due = self._tree_deadline
+        elif self.phase is Phase.RETRY:
+            due = self._retry_at
+        if self._verify_lost_at is not None and self.phase is not Phase.ENDED:
+            lost = self._verify_lost_at + self._settings.verify_lost_seconds
+            due = lost if due is None else min(due, lost)
+        return due
+
+    # -- what happens to it
+
+    def start(self, now: float, *, draft_up: bool) -> list[Action]:
+        """Opens on both services."""
+        if self._draft is not None:
+            self._draft.link_up = draft_up
+        actions = self._open(now)
+        if self._draft is not None:
+            actions += [ToDraft(command) for command in self._draft.start(self.tokens)]
+        return actions
+
+    def cancel(self) -> list[Action]:
+        """The client is gone: both services free the sequence."""
+        return [] if self.ended else self._end()
+
+    def abort(self, now: float) -> list[Action]:
+        """Ends in good order, with what there is."""
+        if self.ended:
+            return []
+        nothing = Emitted((), self._text.finish(), (), None)
+        return [nothing, Finished(FinishReason.ABORTED), *self._end()]
+
+    def pause(self) -> None:
+        """The client does not take its tokens: no further round is begun."""
+        self.paused = True
+
+    def resume(self, now: float) -> list[Action]:
+        self.paused = False
+        return self._send(self._tree, self._depths, now) if self.phase is Phase.HELD else []
+
+    def tick(self, now: float) -> list[Action]:
+        lost = self._verify_lost_at
+        if lost is not None and now >= lost + self._settings.verify_lost_seconds:
+            return self._fail(
+                ErrorKind.UNAVAILABLE,
+                f"verify service: not back after {self._settings.verify_lost_seconds:g} s; send the"
+                " request again",
+                retry_seconds=1.0,
+            )
+        if self.phase is Phase.TREE and now >= self._tree_deadline:
+            assert self._draft is not None
+            self._draft.miss(self.round)
+            self.num_draft_misses += 1
+            waited = now - self._sent_at
+            self.clock.add_draft(waited, waited)
+            return self._go_root_only(now)
+        if self.phase is Phase.RETRY and now >= self._retry_at and self._verify_up:
+            return self._open(now)
+        return []
+
+    def mark_sent(self, now: float) -> None:
+        """The round's command is on its way: what went before was the router's own time."""
+        self._sent_at = now
+
+    # -- verify
+
+    def on_verify(self, event: VerifyEvent, now: float) -> list[Action]:
+        if event.epoch != self._epoch or self.ended:
             return []
         match event:
             case RoundResult():
                 return self._on_result(event, now)
-            case StateKnown():
-                return self._on_verify_state(event.state, now)
-            case CommandFailed():
-                return self._on_verify_failure(event, now)
-            case Closed():
-                return self._reopen_verify(now, "verify closed the sequence")
-            case _:  # Paused: the pending round still runs
-                return []
+            case SequenceFailed():
+                return self._on_verify_error(event, now)
+            case Preempted():
+                self.num_preemptions += 1  # its round still runs; nothing to do but wait
+        return []
 
-    def on_draft(self, event: Event, now: float) -> list[Action]:
-        if self.phase is Phase.FINISHED or event.epoch != self._draft_epoch:
-            return []
-        match event:
-            case TreeReady():
-                return self._on_tree(event, now)
-            case CommandFailed() | Paused() | Closed():
-                self._draft_open = False
-                return self._root_only(now) if self.phase is Phase.WAITING_FOR_TREE else []
-            case _:
-                return []
-
-    def on_deadline(self, now: float) -> list[Action]:
-        """The tree is late: this round goes without one."""
-        if self.phase is not Phase.WAITING_FOR_TREE or self.deadline is None or now < self.deadline:
-            return []
-        return self._root_only(now)
-
-    def on_verify_lost(self) -> list[Action]:
-        """The link is down. What was sent may be lost; `on_verify_up` asks."""
+    def on_verify_down(self, now: float) -> list[Action]:
+        self._verify_up = False
+        if self._verify_lost_at is None:
+            self._verify_lost_at = now
         return []
 
     def on_verify_up(self, now: float) -> list[Action]:
-        """The link is up again: take the sequence over under a new epoch."""
-        if self.phase in (Phase.FINISHED, Phase.NEW):
+        """A new stream: takes the sequence over, and asks for what may have been lost."""
+        self._verify_up = True
+        if self.phase is Phase.RETRY or self.ended:
             return []
-        self._verify_epoch += 1
-        return [AttachVerify(epoch=self._verify_epoch, acked_round=self._acked)]
+        self._verify_lost_at = None
+        if self._epoch == 0:
+            return self._open(now)
+        return self._attach(now)
 
-    def on_draft_lost(self, now: float) -> list[Action]:
-        self._draft_open = False
-        return self._root_only(now) if self.phase is Phase.WAITING_FOR_TREE else []
+    def _on_result(self, event: RoundResult, now: float) -> list[Action]:
+        if event.round != self.round or self.phase is not Phase.RESULT:
+            return []  # a repetition
+        if event.kv_len != len(self.tokens) - 1 or not event.tokens:
+            return self._recover("a result does not fit the sequence", SequenceState(), now)
+        self._recoveries, self._acked, self._verify_lost_at = 0, self.round, None
+        if self.statistics.num_rounds == 0:
+            self.clock.queue_seconds += event.queue_seconds
+        waited = now - self._sent_at
+        self.clock.add_verify(waited, event.step_seconds + event.queue_seconds)
+        self.statistics.add_round(self._depths, event, self._tree_wanted)
+        trace = self._trace(event, waited) if self.generation.returns.trace else None
+        return self._take(event, trace, now)
 
-    def on_draft_available(self, available: bool) -> None:
-        """Whether there is a draft to open a sequence on."""
-        self._has_draft = available and self.generation.speculate
+    def _take(self, event: RoundResult, trace: RoundTrace | None, now: float) -> list[Action]:
+        """Appends the round's tokens up to where the generation ends, if it ends in them."""
+        pieces: list[str] = []
+        finished: Finished | None = None
+        num_taken = 0
+        for token in event.tokens:
+            num_taken += 1
+            self.tokens.append(token)
+            finished = self._take_token(token, pieces)
+            if finished is not None:
+                pieces.append(self._text.finish())
+                break
+        self.clock.add_tokens(now)
+        emitted = Emitted(
+            event.tokens[:num_taken], "".join(pieces), event.pick_margins[:num_taken], trace
+        )
+        if finished is not None:
+            return [emitted, finished, *self._end()]
+        self.round += 1
+        return [emitted, *self._begin_round(now)]
 
-    def cancel(self, now: float, reason: str = "aborted") -> list[Action]:
-        if self.phase is Phase.FINISHED:
-            return []
-        return self._finish(reason, now)
+    def _take_token(self, token: int, pieces: list[str]) -> Finished | None:
+        """Adds the token's text to `pieces`. A stop token has none."""
+        if token in self._stop_ids:
+            return Finished(FinishReason.STOP, stop_token_id=token)
+        pieces.append(self._text.push(token))
+        if self._text.matched_stop is not None:
+            return Finished(FinishReason.STOP, stop_string=self._text.matched_stop)
+        if len(self.tokens) >= self.generation.max_total_tokens:
+            return Finished(FinishReason.LENGTH)
+        return None
 
-    @property
-    def draft_epoch(self) -> int:
-        """The epoch under which the draft holds the sequence; 0: it does not."""
-        return self._draft_epoch if self._draft_open else 0
-
-    # -- verify --------------------------------------------------------------------------------
-
-    @property
-    def _acked(self) -> int | None:
-        return self._round - 1 if self._round > 0 else None
-
-    def _open_verify(self, now: float) -> list[Action]:
-        self._verify_epoch += 1
-        self.phase, self.deadline = Phase.WAITING_FOR_RESULT, None
-        self._tree = DraftTree.root_only(self._tokens[-1])
+    def _begin_round(self, now: float) -> list[Action]:
+        """Asks the draft for a tree where one can be had and used; else goes root-only."""
+        self.phase = Phase.TREE  # nothing of this round is sent yet
+        self._rides_on_open = False
+        self._round_draft_seconds = 0.0
+        self._tree_wanted = self._draft is not None and self._room > 1
+        if self._draft is None or not self._tree_wanted:
+            return self._go_root_only(now)
+        actions: list[Action] = []
+        if self._draft.wants_restart(self.round):
+            if self._draft.settings.needs_features:
+                self._draft.expect_rows()
+                actions += self._attach(now)
+            else:
+                actions += [ToDraft(command) for command in self._draft.start(self.tokens[:-1])]
+        extend = self._draft.extend(self.round, self.tokens)
+        if extend is None:
+            return actions + self._go_root_only(now)
         self._sent_at = now
-        return [
-            OpenVerify(
-                epoch=self._verify_epoch,
-                acked_round=self._acked,
-                tokens=tuple(self._tokens),
-                num_prompt_tokens=len(self.generation.prompt_ids),
-                round=self._round,
-                wants_features=self.generation.speculate,
-            )
-        ]
+        self._tree_deadline = now + self._draft.settings.deadline_seconds
+        return [*actions, ToDraft(extend)]
 
-    def _reopen_verify(self, now: float, why: str) -> list[Action]:
-        self._reopens += 1
-        if self._reopens > MAX_REOPENS_WITHOUT_PROGRESS:
-            return self._fail(RequestError("", f"verify: {why}; try again", ErrorKind.UNAVAILABLE))
-        self.stats.num_rollbacks += 1
-        return self._open_verify(now)
+    @property
+    def _room(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.generation.max_total_tokens - len(self.tokens)
 
-    def _on_verify_state(self, state: SequenceState, now: float) -> list[Action]:
-        if state.next_round > self._round:
-            return []  # the result is on its way: Attach sends it again
-        if state.committed_len != len(self._tokens):
-            return self._reopen_verify(now, "verify and router disagree on the sequence's length")
-        if self.phase is Phase.WAITING_FOR_RESULT and self._verify_epoch > 1:
-            return self._send_tree(self._tree, now)  # lost with the old link, or a repeat: harmless
-        return []
+    def _go_root_only(self, now: float) -> list[Action]:
+        return self._send(Tree.root_only(self.tokens[-1]), (0,), now)
 
-    def _on_verify_failure(self, event: CommandFailed, now: float) -> list[Action]:
-        message = f"verify: {event.message}"
-        match event.code:
-            case ErrorCode.NEVER_FITS:
-                return self._fail(RequestError("max_tokens", message))
-            case ErrorCode.OVERLOADED:
-                return self._fail(RequestError("", message, ErrorKind.OVERLOADED))
-            case ErrorCode.NOT_SERVING:
-                return self._fail(RequestError("", message, ErrorKind.UNAVAILABLE))
-            case ErrorCode.UNIMPLEMENTED:
-                return self._fail(RequestError("", message, ErrorKind.UNIMPLEMENTED))
-            case ErrorCode.INVALID | ErrorCode.INTERNAL:
-                return self._fail(RequestError("", message, ErrorKind.INTERNAL))
-        self._verify_epoch = max(self._verify_epoch, event.state.epoch)
-        return self._reopen_verify(now, event.message)
-
-    def _on_result(self, result: RoundResult, now: float) -> list[Action]:
-        expected = len(self._tokens) - 1
-        if result.round != self._round or self.phase is not Phase.WAITING_FOR_RESULT:
+    def _send(self, tree: Tree, depths: Sequence[int], now: float) -> list[Action]:
+        """Sends the round to verify, unless the client must catch up or verify come back first."""
+        self._tree, self._depths = tree, depths
+        if self.paused:
+            self.phase = Phase.HELD
             return []
-        if result.kv_len != expected or not result.tokens:
-            return self._reopen_verify(
-                now, f"round {result.round} came for kv_len {result.kv_len}, not {expected}"
-            )
-        self._reopens = 0
-        used = self._tree.prefix(max(1, result.num_nodes))
-        self._count(result, used, now)
-        trace = self._trace(result, used)
-        room = self.generation.max_tokens - self.stats.num_completion_tokens
-        tokens = result.tokens[:room]
-        step = self._text.push(tokens)
-        tokens = tokens[: step.num_tokens]
-        self._tokens.extend(tokens)
-        self.stats.num_completion_tokens += len(tokens)
-        self._round += 1
-        stop_token = next((t for t in tokens if t in self.generation.stop_token_ids), None)
-        full = self.stats.num_completion_tokens >= self.generation.max_tokens
-        ended = step.matched is not None or stop_token is not None or full
-        text, matched = step.text, step.matched
-        if ended and matched is None:
-            rest = self._text.finish()
-            text, matched = text + rest.text, rest.matched
-        margins = result.pick_margins[: len(tokens)]
-        emitted = Emit(text=text, token_ids=tokens, pick_margins=margins, trace=trace)
-        if not ended:
-            return [emitted, *self._next_round(now)]
-        if matched is not None:
-            return [emitted, *self._finish("stop", now, stop_string=matched)]
-        if stop_token is not None:
-            return [emitted, *self._finish("stop", now, stop_token_id=stop_token)]
-        return [emitted, *self._finish("length", now)]
+        self.phase = Phase.RESULT
+        self._sent_at = now
+        return [ToVerify(self._round_command())] if self._verify_up else []
 
-    def _count(self, result: RoundResult, used: DraftTree, now: float) -> None:
-        wanted = self.generation.speculate and self._round > 0 and self._room_for_tree(1)
-        self.stats.count_round(used, len(result.tokens), now, wanted_tree=wanted)
-        elapsed = max(0.0, now - self._sent_at)
-        in_verify = min(elapsed, result.step_seconds + result.queue_seconds)
-        if self._round == 0:
-            self.stats.queue_seconds = min(elapsed, result.queue_seconds)
-        else:
-            self.stats.verify_seconds += in_verify
-            self.stats.transport_seconds += elapsed - in_verify
+    def _round_command(self) -> VerifyTree:
+        return VerifyTree(
+            *(self.sequence_id, self._epoch, self._acked),
+            *(self.round, len(self.tokens) - 1, self._tree),
+        )
 
-    def _trace(self, result: RoundResult, used: DraftTree) -> RoundTrace | None:
-        if not self.generation.return_trace:
-            return None
+    def _trace(self, event: RoundResult, verify_seconds: float) -> RoundTrace:
         return RoundTrace(
-            round=result.round,
-            tree=used,
-            accepted_nodes=result.accepted_nodes,
-            bonus_token=result.tokens[-1],
-            draft_seconds=self._tree_seconds,
-            verify_seconds=result.step_seconds,
+            round=self.round,
+            tree=self._tree.prefix(max(1, event.num_nodes)),
+            accepted_nodes=event.accepted_nodes,
+            bonus_token=event.tokens[-1],
+            draft_seconds=self._round_draft_seconds,
+            verify_seconds=verify_seconds,
         )
 
-    def _send_tree(self, tree: DraftTree, now: float) -> list[Action]:
-        self.phase, self.deadline = Phase.WAITING_FOR_RESULT, None
-        self._tree, self._sent_at = tree, now
-        return [
-            SendTree(
-                epoch=self._verify_epoch,
-                acked_round=self._acked,
-                round=self._round,
-                kv_len=len(self._tokens) - 1,
-                tree=tree,
-            )
-        ]
+    # -- verify forgets, refuses, comes back
 
-    def _root_only(self, now: float) -> list[Action]:
-        self._tree_seconds = max(0.0, now - self._sent_at) if self.deadline else 0.0
-        self.stats.draft_seconds += self._tree_seconds
-        return self._send_tree(DraftTree.root_only(self._tokens[-1]), now)
-
-    # -- draft ---------------------------------------------------------------------------------
-
-    def _room_for_tree(self, depth: int) -> bool:
-        """Whether a node at `depth` could still be emitted beside the bonus token."""
-        return self.generation.max_tokens - self.stats.num_completion_tokens > depth
-
-    def _next_round(self, now: float) -> list[Action]:
-        self.deadline = None
-        if not (self._has_draft and self._room_for_tree(1)) or self.generation.tree.max_nodes < 2:
-            return self._root_only(now)
-        actions: list[Action] = []
-        if not self._draft_open:
-            actions = [
-                *self._open_draft(features_from=0),
-                ReplayFeatures(epoch=self._verify_epoch, acked_round=self._acked, position=0),
-            ]
-        fresh = tuple(self._tokens[self._draft_len :])
-        extend = ExtendDraft(
-            epoch=self._draft_epoch,
-            round=self._round,
-            base_len=self._draft_len,
-            tokens=fresh,
-            tree=self._tree_cap(),
-        )
-        self._draft_len = len(self._tokens)
-        self.phase, self._sent_at = Phase.WAITING_FOR_TREE, now
-        self.deadline = now + self._patience.tree_seconds
-        return [*actions, extend]
-
-    def _tree_cap(self) -> TreeShape:
-        asked = self.generation.tree
-        room = self.generation.max_tokens - self.stats.num_completion_tokens - 1
-        return TreeShape(
-            max_depth=min(asked.max_depth, room), top_k=asked.top_k, max_nodes=asked.max_nodes
-        )
-
-    def _open_draft(self, features_from: int) -> list[Action]:
-        if not self._has_draft:
+    def _open(self, now: float) -> list[Action]:
+        """Opens with all tokens so far; the present round rides on the prefill."""
+        self._epoch += 1
+        self._rides_on_open = True
+        self._tree, self._depths = Tree.root_only(self.tokens[-1]), (0,)
+        self.phase = Phase.RESULT
+        self._sent_at = now
+        if not self._verify_up:
             return []
-        self._draft_open = True
-        self._draft_epoch += 1
-        # All but the newest tokens: those come with the Extend that asks for the first tree.
-        known = self._tokens if self._round == 0 else self._tokens[:-1]
-        self._draft_len = len(known)
-        return [
-            OpenDraft(epoch=self._draft_epoch, tokens=tuple(known), features_from=features_from)
-        ]
+        if self._draft is not None and self._draft.stage is DraftStage.ABSENT:
+            self._draft.expect_rows()
+        command = VerifyOpen(
+            *(self.sequence_id, self._epoch, self._acked),
+            tokens=tuple(self.tokens),
+            num_prompt_tokens=len(self.generation.prompt_tokens),
+            sampling=self.generation.sampling,
+            stop_token_ids=self.generation.stop_token_ids[:_MAX_STOP_TOKENS_SENT],
+            max_total_tokens=self.generation.max_total_tokens,
+            round=self.round,
+            wants_features=self._draft is not None and self._draft.settings.needs_features,
+        )
+        return [ToVerify(command)]
 
-    def _on_tree(self, event: TreeReady, now: float) -> list[Action]:
-        fits = event.round == self._round and event.committed_len == len(self._tokens)
-        if self.phase is not Phase.WAITING_FOR_TREE or not fits:
+    def _attach(self, now: float) -> list[Action]:
+        """Takes the sequence over under a new epoch; features come again from where they are due.
+
+        The present round is sent again with it: its answer may have been lost, and a round that was
+        run is answered from store.
+        """
+        self._epoch += 1
+        if not self._verify_up:
             return []
-        if int(event.tree.tokens[0]) != self._tokens[-1]:
-            self._draft_open = False  # it lost the thread: a fresh one next round
-            return self._root_only(now)
-        elapsed = max(0.0, now - self._sent_at)
-        in_draft = min(elapsed, event.step_seconds + event.queue_seconds)
-        self._tree_seconds = event.step_seconds
-        self.stats.draft_seconds += in_draft
-        self.stats.transport_seconds += elapsed - in_draft
-        cap = self._tree_cap()
-        tree = event.tree.within_depth(cap.max_depth).prefix(cap.max_nodes)
-        return self._send_tree(tree, now)
-
-    # -- the end -------------------------------------------------------------------------------
-
-    def _close_all(self) -> list[Action]:
-        self.phase, self.deadline = Phase.FINISHED, None
-        actions: list[Action] = []
-        if self._verify_epoch:
-            actions.append(CloseVerify(epoch=self._verify_epoch, acked_round=self._acked))
-        if self._draft_open:
-            actions.append(CloseDraft(epoch=self._draft_epoch))
+        features_from = None
+        if self._draft is not None:
+            features_from = self._draft.features_from(len(self.tokens))
+        actions: list[Action] = [
+            ToVerify(VerifyAttach(self.sequence_id, self._epoch, self._acked, features_from))
+        ]
+        if self.phase is Phase.RESULT and not self._rides_on_open:
+            actions.append(ToVerify(self._round_command()))
         return actions
 
-    def _finish(
-        self,
-        reason: str,
-        now: float,
-        stop_string: str | None = None,
-        stop_token_id: int | None = None,
-    ) -> list[Action]:
-        finish = Finish(
-            reason=reason,
-            stop_string=stop_string,
-            stop_token_id=stop_token_id,
-            stats=self.stats,
-        )
-        return [finish, *self._close_all()]
+    def _on_verify_error(self, event: SequenceFailed, now: float) -> list[Action]:
+        match event.code:
+            case ErrorCode.OVERLOADED:
+                return self._refused(ErrorKind.RESOURCE_EXHAUSTED, event.message, now)
+            case ErrorCode.NOT_SERVING:
+                return self._refused(ErrorKind.UNAVAILABLE, event.message, now)
+            case ErrorCode.NEVER_FITS:
+                return self._fail(ErrorKind.INVALID_ARGUMENT, event.message, field="max_tokens")
+            case ErrorCode.UNIMPLEMENTED:
+                return self._fail(ErrorKind.UNIMPLEMENTED, event.message)
+            case ErrorCode.INVALID if event.round == self.round and self._tree.num_nodes > 1:
+                if self._draft is not None:
+                    self._draft.on_malformed_tree(self.round)
+                return self._go_root_only(now)
+            case ErrorCode.INVALID:
+                return self._fail(ErrorKind.INTERNAL, f"verify refused: {event.message}")
+        return self._recover(event.message, event.state, now)
 
-    def _fail(self, error: RequestError) -> list[Action]:
-        return [Fail(error), *self._close_all()]
+    def _refused(self, kind: ErrorKind, message: str, now: float) -> list[Action]:
+        """Verify takes no more sequences. What the client has seen the start of waits."""
+        if self.num_emitted == 0:
+            return self._fail(kind, message, retry_seconds=1.0)
+        if self._verify_lost_at is None:
+            self._verify_lost_at = now
+        self.phase = Phase.RETRY
+        self._retry_at = now + _RETRY_SECONDS
+        return []
+
+    def _recover(self, message: str, state: SequenceState, now: float) -> list[Action]:
+        """Brings verify to what the router has: by Rollback where it is ahead, else by Open."""
+        self._recoveries += 1
+        if self._recoveries > self._settings.max_recoveries:
+            return self._fail(ErrorKind.INTERNAL, f"verify could not be brought in step: {message}")
+        self._epoch = max(self._epoch, state.epoch)
+        if state.committed_len <= len(self.tokens):
+            self.num_reopened += 1
+            return self._open(now)
+        self.statistics.num_rollbacks += 1
+        self._epoch += 1
+        rollback = Rollback(*(self.sequence_id, self._epoch, None), len(self.tokens), self.round)
+        self._rides_on_open = False
+        return [ToVerify(rollback), *self._go_root_only(now)]
+
+    # -- draft
+
+    def on_draft(self, event: DraftEvent, now: float) -> list[Action]:
+        draft = self._draft
+        if draft is None or self.ended:
+            return []
+        match event:
+            case TreeReady():
+                return self._on_tree(draft, event, now)
+            case StateReport():
+                return self._on_draft_state(draft, event, now)
+            case SequenceFailed():
+                draft.on_error(event, self.round)
+            case Evicted():
+                draft.on_evicted(event.epoch, self.round)
+        return self._without_draft(now)
+
+    def on_draft_down(self, now: float) -> list[Action]:
+        if self._draft is None or self.ended:
+            return []
+        self._draft.on_link_down()
+        return self._without_draft(now)
+
+    def on_draft_up(self) -> list[Action]:
+        """A new stream. A draft that was open is attached; another is opened at the next round."""
+        if self._draft is None or self.ended:
+            return []
+        return [ToDraft(command) for command in self._draft.on_link_up()]
+
+    def _on_tree(self, draft: DraftSide, event: TreeReady, now: float) -> list[Action]:
+        awaited = self.round if self.phase is Phase.TREE else None
+        if not draft.on_tree(event, awaited):
+            return []
+        waited = now - self._sent_at
+        self._round_draft_seconds = waited
+        self.clock.add_draft(waited, event.step_seconds + event.queue_seconds)
+        tree, depths = event.tree, event.tree.depths()
+        if depths is None or tree.tokens[0] != self.tokens[-1]:
+            draft.on_malformed_tree(self.round)
+            return self._go_root_only(now)
+        assert self.generation.tree is not None
+        most = min(self.generation.tree.max_nodes, self._settings.max_tree_nodes)
+        # A path of d nodes emits d + 1 tokens.
+        depth = min(self.generation.tree.max_depth, self._room - 1)
+        capped = tree.capped(depths, most, depth)
+        if capped is not tree:
+            depths = capped.depths()
+            assert depths is not None
+        return self._send(capped, depths, now)
+
+    def _on_draft_state(self, draft: DraftSide, event: StateReport, now: float) -> list[Action]:
+        was = draft.stage
+        if not draft.on_state(event, len(self.tokens)):
+            return []
+        if was is DraftStage.OPENING:
+            return [ReleaseFeatures(draft.epoch)]
+        # Attached: rows that were under way when the link broke are lost.
+        return self._attach(now) if draft.settings.needs_features else []
+
+    def _without_draft(self, now: float) -> list[Action]:
+        """After the draft was lost: a round that waits for its tree goes at once."""
+        assert self._draft is not None
+        if self.phase is not Phase.TREE or self._draft.is_growing:
+            return []
+        waited = now - self._sent_at
+        self._round_draft_seconds = waited
+        self.clock.add_draft(waited, waited)
+        return self._go_root_only(now)
+
+    def route_features(
+        self, epoch: int, position: int, num_rows: int
+    ) -> tuple[FeatureRoute, int, list[Action]]:
+        """What to do with a block of verify's: route, the draft's epoch, what goes first."""
+        if self._draft is None or self.ended or epoch != self._epoch:
+            return FeatureRoute.DROP, 0, []
+        route, commands = self._draft.route(position, num_rows, self.tokens)
+        return route, self._draft.epoch, [ToDraft(command) for command in commands]
+
+    # -- the end
+
+    def _end(self) -> list[Action]:
+        self.phase = Phase.ENDED
+        actions: list[Action] = []
+        if self._verify_up and self._epoch:
+            actions.append(ToVerify(Close(self.sequence_id, self._epoch, self._acked)))
+        if self._draft is not None:
+            actions += [ToDraft(command) for command in self._draft.close()]
+        return actions
+
+    def _fail(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        retry_seconds: float | None = None,
+        field: str = "",
+    ) -> list[Action]:
+        return [Failed(Failure(kind, message, retry_seconds, field)), *self._end()]

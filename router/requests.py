@@ -1,266 +1,267 @@
-"""A raw GenerateRequest becomes a validated `Generation`, or a RequestError with field and remedy.
+"""A raw request → a validated `Generation`, or a RequestError with field, value, limit and remedy.
 
-Whatever a request asks for is honoured or refused; nothing is silently ignored.
+Whatever is asked is honoured or refused; nothing is silently ignored. Two steps with the tokenizer
+between them: `check` is cheap and touches no text; `complete` takes the prompt's tokens.
 """
 
 from __future__ import annotations
 
-import enum
+import math
 import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from canopy.v1 import generation_pb2 as pb
-from canopy.v1 import types_pb2
+from canopy.v1 import generation_pb2, types_pb2
 from common.types import SamplingParams, TreeShape
-from router.tokenizer import Message, ModelTokenizer, TemplateError
+from router.errors import ErrorKind, RequestError
+from router.generation import Generation, Returns, Served
 
+MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARS = 256
+MAX_STOP_STRING_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 64
-MAX_REQUEST_ID_CHARS = 128
-
-
-class ErrorKind(enum.Enum):
-    """Which gRPC status a refused request gets; the mapping is in `router.status`."""
-
-    INVALID = "invalid"
-    NOT_FOUND = "not found"
-    UNIMPLEMENTED = "unimplemented"
-    ALREADY_EXISTS = "already exists"
-    OVERLOADED = "overloaded"
-    UNAVAILABLE = "unavailable"
-    INTERNAL = "internal"
-
-
-class RequestError(Exception):
-    """A request refused or ended: `field` ("": none is to blame), what is wrong, how to mend it."""
-
-    def __init__(self, field_name: str, message: str, kind: ErrorKind = ErrorKind.INVALID) -> None:
-        super().__init__(f"{field_name}: {message}" if field_name else message)
-        self.field = field_name
-        self.kind = kind
+MAX_CHAT_MESSAGES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the served pair can do; taken from the services' info and the router's own settings."""
+class Prompt:
+    """One of the three is set, and not empty. A message has `role` and `content`."""
 
-    model_name: str
-    context_len: int  # tokens
-    vocab_size: int
-    default_max_tokens: int
-    max_tree: TreeShape
-    default_tree: TreeShape
-    can_speculate: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """One valid request: everything that the round loop needs."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    speculate: bool
-    tree: TreeShape
-    max_tokens: int
-    stop_strings: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]  # the model's own and the request's; empty with ignore_eos
-    return_token_ids: bool = False
-    return_trace: bool = False
-    return_pick_margins: bool = False
-    return_prompt_ids: bool = False
-    metadata: dict[str, str] = field(default_factory=dict)
+    text: str | None = None
+    messages: tuple[dict[str, str], ...] | None = None
+    token_ids: tuple[int, ...] | None = None
 
     @property
-    def max_total_tokens(self) -> int:
-        return len(self.prompt_ids) + self.max_tokens
+    def num_characters(self) -> int:
+        """That must be encoded."""
+        return len(self.text or "") + sum(len(m["content"]) for m in self.messages or ())
 
 
-def parse(request: pb.GenerateRequest, tokenizer: ModelTokenizer, limits: Limits) -> Generation:
-    """Raises RequestError for the first thing wrong; costs nothing but the check."""
-    if request.model and request.model != limits.model_name:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """A request of which everything but the prompt's length is known to be right."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    max_tokens: int | None
+    stop_strings: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    tree: TreeShape | None
+    returns: Returns
+
+
+def check(request: generation_pb2.GenerateRequest, served: Served) -> CheckedRequest:
+    """Raises RequestError for the first thing that is wrong."""
+    if request.model and request.model != served.model_name:
         raise RequestError(
             "model",
-            f"{request.model!r} is not served here; use {limits.model_name!r} or leave it empty",
+            f"{request.model!r} is not served here; send {served.model_name!r}, or leave it empty",
             ErrorKind.NOT_FOUND,
         )
-    _refuse_what_is_not_built(request)
-    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-        raise RequestError(
-            "request_id",
-            f"{len(request.request_id)} characters; at most {MAX_REQUEST_ID_CHARS}",
-        )
+    _refuse_unbuilt(request)
     sampling = _sampling(request.sampling)
-    prompt_ids = _prompt_ids(request, tokenizer, limits)
-    options = request.return_options
-    return Generation(
-        request_id=request.request_id or secrets.token_hex(8),
-        prompt_ids=prompt_ids,
+    max_tokens = request.max_tokens if request.HasField("max_tokens") else None
+    if max_tokens == 0:
+        raise RequestError("max_tokens", "0; ask for at least 1, or leave it unset")
+    return CheckedRequest(
+        request_id=_request_id(request.request_id),
+        prompt=_prompt(request, served),
         sampling=sampling,
-        speculate=_speculates(request.speculation, limits),
-        tree=_tree(request.speculation, limits),
-        max_tokens=_max_tokens(request, len(prompt_ids), limits),
-        stop_strings=_stop_strings(request),
-        stop_token_ids=_stop_token_ids(request, tokenizer, limits),
-        return_token_ids=options.token_ids,
-        return_trace=options.trace,
-        return_pick_margins=options.pick_margins,
-        return_prompt_ids=options.prompt_token_ids,
+        max_tokens=max_tokens,
+        stop_strings=_stop_strings(request.stop),
+        stop_token_ids=_stop_token_ids(request.stop_token_ids, sampling, served),
+        tree=_tree(request.speculation, served),
+        returns=Returns(
+            token_ids=request.return_options.token_ids,
+            trace=request.return_options.trace,
+            pick_margins=request.return_options.pick_margins,
+            prompt_token_ids=request.return_options.prompt_token_ids,
+        ),
     )
 
 
-def _refuse_what_is_not_built(request: pb.GenerateRequest) -> None:
-    for name, asked in _unbuilt(request):
-        if asked:
-            raise RequestError(name, "not built yet; leave it unset", ErrorKind.UNIMPLEMENTED)
-    if request.HasField("n") and request.n == 0:
-        raise RequestError("n", "0 choices asked for; must be 1")
-
-
-def _unbuilt(request: pb.GenerateRequest) -> Iterator[tuple[str, bool]]:
-    sampling = request.sampling
-    yield "n", request.n > 1
-    yield "logprobs", request.logprobs
-    yield "top_logprobs", request.top_logprobs > 0
-    yield "sampling.presence_penalty", sampling.presence_penalty != 0
-    yield "sampling.frequency_penalty", sampling.frequency_penalty != 0
-    yield (
-        "sampling.repetition_penalty",
-        sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
-    )
-    yield "sampling.logit_bias", len(sampling.logit_bias) > 0
-    yield "sampling.min_tokens", sampling.min_tokens > 0
-
-
-def _sampling(raw: types_pb2.SamplingParams) -> SamplingParams:
-    params = SamplingParams(
-        temperature=raw.temperature if raw.HasField("temperature") else 0.0,
-        top_k=raw.top_k,
-        top_p=raw.top_p if raw.HasField("top_p") else 1.0,
-        min_p=raw.min_p,
-        seed=raw.seed if raw.HasField("seed") else secrets.randbits(64),
-        ignore_eos=raw.ignore_eos,
-    )
-    try:
-        params.validate()
-    except ValueError as error:
-        name, _, message = str(error).partition(": ")
-        raise RequestError(f"sampling.{name}", message) from error
-    return params
-
-
-def _prompt_ids(
-    request: pb.GenerateRequest, tokenizer: ModelTokenizer, limits: Limits
-) -> tuple[int, ...]:
-    kinds = [name for name in ("text", "chat", "token_ids") if request.HasField(name)]
-    if len(kinds) != 1:
-        said = " and ".join(kinds) or "none"
-        raise RequestError("prompt", f"{said} set; set exactly one of text, chat and token_ids")
-    kind = kinds[0]
-    if kind == "token_ids":
-        ids = tuple(request.token_ids.ids)
-        for index, token in enumerate(ids):
-            if token >= limits.vocab_size:
-                raise RequestError(
-                    f"token_ids.ids[{index}]", f"{token} is outside [0, {limits.vocab_size})"
-                )
-    elif kind == "text":
-        ids = tuple(tokenizer.encode(request.text))
-    else:
-        ids = tuple(_chat_ids(request.chat, tokenizer))
-    if not ids:
-        raise RequestError(kind, "the prompt is empty; it must have at least one token")
-    return ids
-
-
-def _chat_ids(chat: pb.ChatMessages, tokenizer: ModelTokenizer) -> list[int]:
-    if not chat.messages:
-        raise RequestError("chat.messages", "empty; send at least one message")
-    for index, message in enumerate(chat.messages):
-        if not message.role:
-            raise RequestError(
-                f"chat.messages[{index}].role", "empty; use system, user or assistant"
-            )
-    try:
-        return tokenizer.encode_chat([Message(m.role, m.content) for m in chat.messages])
-    except TemplateError as error:
-        raise RequestError("chat", str(error)) from error
-
-
-def _max_tokens(request: pb.GenerateRequest, num_prompt_tokens: int, limits: Limits) -> int:
-    room = limits.context_len - num_prompt_tokens
-    if room < 1:
+def complete(checked: CheckedRequest, prompt_tokens: Sequence[int], served: Served) -> Generation:
+    """Raises RequestError if the prompt is empty or the context too short."""
+    length, context = len(prompt_tokens), served.max_context_len
+    if length == 0:
+        raise RequestError("prompt", "has no tokens; send some text, messages or token_ids")
+    if length >= context:
         raise RequestError(
             "prompt",
-            f"{num_prompt_tokens} tokens leave no room in the context of {limits.context_len};"
-            f" shorten it to at most {limits.context_len - 1}",
+            f"{length} tokens leave no room in the context of {context}; send at most"
+            f" {context - 1}",
         )
-    if not request.HasField("max_tokens"):
-        return min(room, limits.default_max_tokens)
-    if request.max_tokens < 1:
-        raise RequestError("max_tokens", "0; must be at least 1")
-    if request.max_tokens > room:
+    room = context - length
+    max_tokens = checked.max_tokens
+    if max_tokens is None:
+        max_tokens = min(room, served.default_max_tokens)
+    if max_tokens > room:
         raise RequestError(
             "max_tokens",
-            f"{request.max_tokens} and {num_prompt_tokens} prompt tokens exceed the context of"
-            f" {limits.context_len}; at most {room} with this prompt",
+            f"{max_tokens} and a prompt of {length} tokens are beyond the context of {context};"
+            f" ask for at most {room}",
         )
-    return int(request.max_tokens)
+    return Generation(
+        request_id=checked.request_id,
+        prompt_tokens=tuple(prompt_tokens),
+        sampling=checked.sampling,
+        max_total_tokens=length + max_tokens,
+        stop_strings=checked.stop_strings,
+        stop_token_ids=checked.stop_token_ids,
+        tree=checked.tree,
+        returns=checked.returns,
+    )
 
 
-def _stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
-    if len(request.stop) > MAX_STOP_STRINGS:
-        raise RequestError("stop", f"{len(request.stop)} strings; at most {MAX_STOP_STRINGS}")
-    for index, string in enumerate(request.stop):
-        if not 0 < len(string) <= MAX_STOP_STRING_CHARS:
+def _request_id(request_id: str) -> str:
+    if not request_id:
+        return secrets.token_hex(16)
+    if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not request_id.isprintable():
+        raise RequestError(
+            "request_id",
+            f"{len(request_id)} characters; send at most {MAX_REQUEST_ID_CHARACTERS} printable"
+            " ones, or none, and one is made",
+        )
+    return request_id
+
+
+def _prompt(request: generation_pb2.GenerateRequest, served: Served) -> Prompt:
+    """The one kind of prompt that is set."""
+    kinds = [name for name in ("text", "chat", "token_ids") if request.HasField(name)]
+    if len(kinds) != 1:
+        found = " and ".join(kinds) + " are set" if kinds else "not set"
+        raise RequestError("prompt", f"{found}; send exactly one of text, chat or token_ids")
+    match kinds[0]:
+        case "chat":
+            return Prompt(messages=_messages(request.chat.messages))
+        case "token_ids":
+            return Prompt(token_ids=_token_ids(request.token_ids.ids, served))
+    if not request.text:
+        raise RequestError("text", "the prompt is empty; send at least one character")
+    return Prompt(text=request.text)
+
+
+def _messages(messages: Sequence[generation_pb2.ChatMessage]) -> tuple[dict[str, str], ...]:
+    if not messages:
+        raise RequestError("chat.messages", "the prompt is empty; send at least one message")
+    if len(messages) > MAX_CHAT_MESSAGES:
+        raise RequestError(
+            "chat.messages", f"{len(messages)} messages; send at most {MAX_CHAT_MESSAGES}"
+        )
+    for index, message in enumerate(messages):
+        if not message.role:
+            raise RequestError(
+                f"chat.messages[{index}].role", "empty; send system, user or assistant"
+            )
+    return tuple({"role": message.role, "content": message.content} for message in messages)
+
+
+def _token_ids(ids: Sequence[int], served: Served) -> tuple[int, ...]:
+    if not ids:
+        raise RequestError("token_ids", "the prompt is empty; send at least one token id")
+    highest = max(ids)
+    if highest >= served.vocab_size:
+        raise RequestError(
+            f"token_ids.ids[{list(ids).index(highest)}]",
+            f"{highest} is outside the vocabulary [0, {served.vocab_size}); encode the prompt with"
+            " this model's tokenizer",
+        )
+    return tuple(ids)
+
+
+def _sampling(params: types_pb2.SamplingParams) -> SamplingParams:
+    given = {
+        name: getattr(params, name)
+        for name in ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
+        if params.HasField(name)
+    }
+    seed = params.seed if params.HasField("seed") else secrets.randbits(64)
+    sampling = SamplingParams(seed=seed, **given)
+    try:
+        sampling.validate()
+    except ValueError as error:
+        field, _, message = str(error).partition(": ")
+        raise RequestError(f"sampling.{field}", f"{message}; send a value within") from None
+    return sampling
+
+
+def _stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
+    if len(stops) > MAX_STOP_STRINGS:
+        raise RequestError("stop", f"{len(stops)} strings; send at most {MAX_STOP_STRINGS}")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARACTERS:
             raise RequestError(
                 f"stop[{index}]",
-                f"{len(string)} characters; must be 1 to {MAX_STOP_STRING_CHARS}",
+                f"{len(stop)} characters; send 1 to {MAX_STOP_STRING_CHARACTERS}, or leave it out",
             )
-    return tuple(request.stop)
+    return tuple(dict.fromkeys(stops))
 
 
 def _stop_token_ids(
-    request: pb.GenerateRequest, tokenizer: ModelTokenizer, limits: Limits
+    ids: Sequence[int], sampling: SamplingParams, served: Served
 ) -> tuple[int, ...]:
-    if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise RequestError(
-            "stop_token_ids", f"{len(request.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}"
-        )
-    for index, token in enumerate(request.stop_token_ids):
-        if token >= limits.vocab_size:
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise RequestError("stop_token_ids", f"{len(ids)} ids; send at most {MAX_STOP_TOKEN_IDS}")
+    for index, id_ in enumerate(ids):
+        if id_ >= served.vocab_size:
             raise RequestError(
-                f"stop_token_ids[{index}]", f"{token} is outside [0, {limits.vocab_size})"
+                f"stop_token_ids[{index}]",
+                f"{id_} is outside the vocabulary [0, {served.vocab_size}); leave it out",
             )
-    if request.sampling.ignore_eos:
-        if request.stop_token_ids:
+    own = () if sampling.ignore_eos else served.stop_token_ids
+    return tuple(dict.fromkeys((*own, *ids)))
+
+
+def _tree(params: generation_pb2.SpeculationParams, served: Served) -> TreeShape | None:
+    """The tree to ask the draft for; None: root-only rounds were asked for."""
+    most, unasked = served.max_tree, served.default_tree
+    chosen = {}
+    for name, shape_name in (
+        ("max_depth", "max_depth"),
+        ("top_k", "top_k"),
+        ("max_tree_nodes", "max_nodes"),
+    ):
+        limit = getattr(most, shape_name)
+        value = getattr(params, name) if params.HasField(name) else getattr(unasked, shape_name)
+        if not 1 <= value <= limit:
             raise RequestError(
-                "stop_token_ids", "contradict sampling.ignore_eos; leave one of the two unset"
+                f"speculation.{name}",
+                f"{value} is outside [1, {limit}]; to switch speculation off send enabled = false",
             )
-        return ()
-    return tuple(dict.fromkeys((*tokenizer.stop_token_ids, *request.stop_token_ids)))
+        chosen[shape_name] = value
+    enabled = params.enabled if params.HasField("enabled") else True
+    return TreeShape(**chosen) if enabled and chosen["max_nodes"] > 1 else None
 
 
-def _speculates(raw: pb.SpeculationParams, limits: Limits) -> bool:
-    enabled = raw.enabled if raw.HasField("enabled") else True
-    return enabled and limits.can_speculate
+def _refuse_unbuilt(request: generation_pb2.GenerateRequest) -> None:
+    """UNIMPLEMENTED for what the protocol names and this version does not do."""
+    if request.HasField("n") and request.n != 1:
+        if request.n == 0:
+            raise RequestError("n", "0 choices; send 1, or leave it unset")
+        raise _unbuilt("n", f"{request.n} choices are", "send n requests with seeds of their own")
+    if request.logprobs:
+        raise _unbuilt("logprobs", "log-probabilities are", "leave it unset")
+    if request.top_logprobs:
+        raise _unbuilt("top_logprobs", "log-probabilities are", "leave it unset")
+    sampling = request.sampling
+    for name, neutral in (
+        ("presence_penalty", 0.0),
+        ("frequency_penalty", 0.0),
+        ("repetition_penalty", 1.0),
+    ):
+        value = getattr(sampling, name)
+        if not sampling.HasField(name) or value == neutral:
+            continue
+        if not math.isfinite(value):
+            raise RequestError(f"sampling.{name}", f"{value} is no number; leave it unset")
+        raise _unbuilt(f"sampling.{name}", "penalties are", f"leave it unset, or at {neutral}")
+    if sampling.logit_bias:
+        raise _unbuilt("sampling.logit_bias", "biases are", "leave it empty")
+    if sampling.min_tokens:
+        raise _unbuilt("sampling.min_tokens", "a least length is", "leave it unset, or at 0")
 
 
-def _tree(raw: pb.SpeculationParams, limits: Limits) -> TreeShape:
-    most, usual = limits.max_tree, limits.default_tree
-    return TreeShape(
-        max_depth=_bounded(raw, "max_depth", usual.max_depth, most.max_depth),
-        top_k=_bounded(raw, "top_k", usual.top_k, most.top_k),
-        max_nodes=_bounded(raw, "max_tree_nodes", usual.max_nodes, most.max_nodes),
-    )
-
-
-def _bounded(raw: pb.SpeculationParams, name: str, usual: int, most: int) -> int:
-    if not raw.HasField(name):
-        return min(usual, most)
-    value = int(getattr(raw, name))
-    if not 1 <= value <= most:
-        raise RequestError(f"speculation.{name}", f"{value} is outside [1, {most}]")
-    return value
+def _unbuilt(field: str, what: str, remedy: str) -> RequestError:
+    message = f"{what} not built in this version; {remedy}"
+    return RequestError(field, message, ErrorKind.UNIMPLEMENTED)

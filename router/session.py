@@ -1,192 +1,230 @@
-"""One running generation: its state machine, its place on the links, its client's queue."""
+"""One running generation: its machine, its timer, its client's queue. All on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from canopy.v1 import generation_pb2, types_pb2
-from router import actions as act
-from router.codec import encode_chunk, encode_completion
+from router.actions import Action, Emitted, Failed, Finished, ReleaseFeatures, ToDraft, ToVerify
+from router.codec import num_data_bytes
+from router.drafting import DraftStage, FeatureRoute
+from router.errors import Failure, GenerationError
 from router.machine import GenerationMachine
-from router.requests import RequestError
+from router.messages import (
+    DraftCommand,
+    DraftEvent,
+    DraftExtend,
+    VerifyCommand,
+    VerifyEvent,
+    VerifyOpen,
+    VerifyTree,
+)
+from router.responses import encode_chunk, encode_completion
 from router.tokenizer import ModelTokenizer
-
-Output = generation_pb2.GenerateResponse | RequestError
 
 
 class Wire(Protocol):
     """Where a session's commands and features go."""
 
-    def to_verify(self, session: Session, command: act.VerifyCommand) -> None: ...
+    def to_verify(self, command: VerifyCommand) -> None: ...
 
-    def to_draft(self, session: Session, command: act.DraftCommand) -> None: ...
+    def to_draft(self, command: DraftCommand) -> None: ...
 
     def features_to_draft(self, block: types_pb2.FeatureBlock) -> None: ...
 
     def features_dropped(self, num_bytes: int) -> None: ...
 
-    def ended(self, session: Session, action: act.Finish | act.Fail) -> None: ...
+    def ended(self, session: Session, ending: Finished | Failed | None) -> None: ...
 
 
 class Session:
-    """Carries out what the machine asks for. All methods run on the event loop's thread.
+    """Carries out what the machine asks for.
 
-    A client that does not read fills its queue; then this sequence's next commands are held back
-    until there is room. Its neighbours go on.
+    Chunks are encoded when the client takes them, several rounds in one if it is slow. Beyond
+    `max_unread_tokens` its own sequence pauses; its neighbours go on.
     """
 
     def __init__(
         self,
-        sequence_id: bytes,
         machine: GenerationMachine,
         tokenizer: ModelTokenizer,
         wire: Wire,
         clock: Callable[[], float],
-        max_buffered: int,
+        max_unread_tokens: int,
     ) -> None:
-        self.sequence_id = sequence_id
         self.machine = machine
         self._tokenizer = tokenizer
         self._wire = wire
         self._clock = clock
-        self._max_buffered = max_buffered
-        self._outputs: deque[Output] = deque()
+        self._max_unread_tokens = max_unread_tokens
+        self._unread: deque[Emitted] = deque()
+        self._num_unread_tokens = 0
+        self._ending: Finished | Failed | None = None
+        self._ended_at = 0.0
         self._readable = asyncio.Event()
-        self._held: list[act.VerifyCommand | act.DraftCommand] = []
-        self._first_chunk = True
+        self._is_first_chunk = True
         self._timer: asyncio.TimerHandle | None = None
-        self._draft_epoch = 0  # the epoch at which the draft acknowledged Open; 0: not yet
-        self._early_blocks: list[types_pb2.FeatureBlock] = []
+        self._timer_due = 0.0
+        self._held_blocks: list[types_pb2.FeatureBlock] = []
 
-    # -- in ------------------------------------------------------------------------------------
+    @property
+    def sequence_id(self) -> bytes:
+        return self.machine.sequence_id
 
-    def start(self) -> None:
-        self._perform(self.machine.start(self._clock()))
+    @property
+    def request_id(self) -> str:
+        return self.machine.generation.request_id
 
-    def on_verify(self, event: act.Event) -> None:
-        self._perform(self.machine.on_verify(event, self._clock()))
+    # -- what happens to it
 
-    def on_draft(self, event: act.Event) -> None:
-        if isinstance(event, act.StateKnown):
-            self._draft_epoch = event.epoch
-            self._flush_early_blocks()
-        self._perform(self.machine.on_draft(event, self._clock()))
+    def start(self, *, draft_up: bool) -> None:
+        self._perform(self.machine.start(self._clock(), draft_up=draft_up))
+
+    def on_verify(self, event: VerifyEvent, now: float) -> None:
+        self._perform(self.machine.on_verify(event, now))
+
+    def on_draft(self, event: DraftEvent, now: float) -> None:
+        self._perform(self.machine.on_draft(event, now))
+        if self._held_blocks and self.machine.draft_stage is not DraftStage.OPENING:
+            self._drop_held_blocks()
 
     def on_verify_up(self) -> None:
         self._perform(self.machine.on_verify_up(self._clock()))
 
-    def on_draft_down(self) -> None:
-        self._draft_epoch = 0
-        self._drop_early_blocks()
-        self.machine.on_draft_available(False)
-        self._perform(self.machine.on_draft_lost(self._clock()))
-
-    def on_draft_up(self) -> None:
-        self.machine.on_draft_available(True)
-
-    def fail(self, error: RequestError) -> None:
-        """Ends the generation from outside, as when verify stays lost."""
-        ending = self.machine.cancel(self._clock())
-        if ending:  # Finish, then the closes
-            self._perform([act.Fail(error), *ending[1:]])
-
-    def cancel(self) -> None:
-        """The client is gone or asked to abort."""
-        self._perform(self.machine.cancel(self._clock()))
-
-    def on_features(self, block: types_pb2.FeatureBlock) -> None:
-        """Rows from verify. They wait here until the draft has acknowledged the sequence."""
-        wanted = self.machine.draft_epoch
-        if wanted == 0:
-            self._wire.features_dropped(len(block.data))
-            return
-        self._early_blocks.append(block)
-        if self._draft_epoch == wanted:
-            self._flush_early_blocks()
-
-    # -- out -----------------------------------------------------------------------------------
-
-    async def next_output(self) -> Output:
-        while not self._outputs:
-            self._readable.clear()
-            await self._readable.wait()
-        output = self._outputs.popleft()
-        if self._held and len(self._outputs) < self._max_buffered:
-            held, self._held = self._held, []
-            for command in held:
-                self._send(command)
-        return output
-
-    # -- inside --------------------------------------------------------------------------------
-
-    def _perform(self, actions: Sequence[act.Action]) -> None:
-        for action in actions:
-            match action:
-                case act.Emit():
-                    self._put(
-                        encode_chunk(
-                            action,
-                            self.machine.generation,
-                            self._tokenizer,
-                            first=self._first_chunk,
-                        )
-                    )
-                    self._first_chunk = False
-                case act.Finish():
-                    self._held.clear()
-                    self._put(encode_completion(action, self.machine.generation, self._clock()))
-                    self._end(action)
-                case act.Fail():
-                    self._held.clear()
-                    self._put(action.error)
-                    self._end(action)
-                case act.VerifyCommand() | act.DraftCommand():
-                    if self._is_full and not isinstance(action, act.CloseVerify | act.CloseDraft):
-                        self._held.append(action)
-                    else:
-                        self._send(action)
+    def on_verify_down(self) -> None:
+        self.machine.on_verify_down(self._clock())
         self._set_timer()
 
-    @property
-    def _is_full(self) -> bool:
-        return bool(self._held) or len(self._outputs) >= self._max_buffered
+    def on_draft_up(self) -> None:
+        self._perform(self.machine.on_draft_up())
 
-    def _send(self, command: act.VerifyCommand | act.DraftCommand) -> None:
-        if isinstance(command, act.VerifyCommand):
-            self._wire.to_verify(self, command)
-        else:
-            self._wire.to_draft(self, command)
+    def on_draft_down(self) -> None:
+        self._drop_held_blocks()
+        self._perform(self.machine.on_draft_down(self._clock()))
 
-    def _put(self, output: Output) -> None:
-        self._outputs.append(output)
+    def on_features(self, block: types_pb2.FeatureBlock) -> None:
+        """Rows from verify, on to the draft under the draft's own epoch."""
+        route, epoch, actions = self.machine.route_features(
+            block.epoch, block.position, block.num_rows
+        )
+        self._perform(actions)
+        match route:
+            case FeatureRoute.FORWARD:
+                block.epoch = epoch
+                self._wire.features_to_draft(block)
+            case FeatureRoute.HOLD:
+                self._held_blocks.append(block)
+            case FeatureRoute.DROP:
+                self._wire.features_dropped(num_data_bytes(block))
+
+    def fail(self, failure: Failure) -> None:
+        """Ends the generation from outside."""
+        if not self.machine.ended:
+            self._perform([Failed(failure), *self.machine.cancel()])
+
+    def abort(self) -> None:
+        """Asked to end: the client gets its completion."""
+        self._perform(self.machine.abort(self._clock()))
+
+    def cancel(self) -> None:
+        """The client is gone. Nothing happens if the generation is over."""
+        if not self.machine.ended:
+            self._perform(self.machine.cancel())
+            self._wire.ended(self, None)
+
+    # -- the client's side
+
+    async def next_response(self) -> generation_pb2.GenerateResponse:
+        """The next chunk or the completion. Raises GenerationError if the generation failed."""
+        while not self._unread and self._ending is None:
+            self._readable.clear()
+            await self._readable.wait()
+        if not self._unread:
+            if isinstance(self._ending, Failed):
+                raise GenerationError(self._ending.failure)
+            assert self._ending is not None
+            return encode_completion(self._ending, self.machine, self._ended_at)
+        parts = self._take_parts()
+        response = encode_chunk(
+            parts, self.machine.generation, self._tokenizer, first=self._is_first_chunk
+        )
+        self._is_first_chunk = False
+        return response
+
+    def _take_parts(self) -> list[Emitted]:
+        """All that is unread, up to the first with a trace: a chunk has room for one."""
+        parts: list[Emitted] = []
+        while self._unread and not (parts and parts[-1].trace is not None):
+            parts.append(self._unread.popleft())
+        self._num_unread_tokens -= sum(len(part.tokens) for part in parts)
+        if self.machine.paused and self._num_unread_tokens < self._max_unread_tokens:
+            self._perform(self.machine.resume(self._clock()))
+        return parts
+
+    # -- within
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case ToVerify():
+                    self._wire.to_verify(action.command)
+                    if isinstance(action.command, VerifyTree | VerifyOpen):
+                        self.machine.mark_sent(self._clock())
+                case ToDraft():
+                    self._wire.to_draft(action.command)
+                    if isinstance(action.command, DraftExtend):
+                        self.machine.mark_sent(self._clock())
+                case Emitted():
+                    self._unread.append(action)
+                    self._num_unread_tokens += len(action.tokens)
+                    self._readable.set()
+                    if self._num_unread_tokens >= self._max_unread_tokens:
+                        self.machine.pause()
+                case ReleaseFeatures():
+                    self._release_held_blocks(action.epoch)
+                case Finished() | Failed():
+                    self._end(action)
+        self._set_timer()
+
+    def _end(self, ending: Finished | Failed) -> None:
+        self._ending = ending
+        self._ended_at = self._clock()
         self._readable.set()
+        self._drop_held_blocks()
+        self._wire.ended(self, ending)
 
-    def _end(self, action: act.Finish | act.Fail) -> None:
-        self._drop_early_blocks()
-        self._wire.ended(self, action)
+    def _release_held_blocks(self, epoch: int) -> None:
+        blocks, self._held_blocks = self._held_blocks, []
+        for block in blocks:
+            block.epoch = epoch
+            self._wire.features_to_draft(block)
+
+    def _drop_held_blocks(self) -> None:
+        blocks, self._held_blocks = self._held_blocks, []
+        if blocks:
+            self._wire.features_dropped(sum(map(num_data_bytes, blocks)))
 
     def _set_timer(self) -> None:
+        """Rounds set a deadline each and seldom reach it: a timer that is early enough stays."""
+        deadline = self.machine.deadline()
+        if self.machine.ended:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            return
+        if deadline is None:
+            return
         if self._timer is not None:
+            if self._timer_due <= deadline:
+                return
             self._timer.cancel()
-            self._timer = None
-        if self.machine.deadline is not None:
-            wait = max(0.0, self.machine.deadline - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(wait, self._on_timer)
+        wait = max(0.0, deadline - self._clock())
+        self._timer_due = deadline
+        self._timer = asyncio.get_running_loop().call_later(wait, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
-        now = max(self._clock(), self.machine.deadline or 0.0)
-        self._perform(self.machine.on_deadline(now))
-
-    def _flush_early_blocks(self) -> None:
-        blocks, self._early_blocks = self._early_blocks, []
-        for block in blocks:
-            block.epoch = self._draft_epoch
-            self._wire.features_to_draft(block)
-
-    def _drop_early_blocks(self) -> None:
-        blocks, self._early_blocks = self._early_blocks, []
-        self._wire.features_dropped(sum(len(block.data) for block in blocks))
+        self._perform(self.machine.tick(self._clock()))

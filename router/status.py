@@ -1,46 +1,48 @@
-"""From a RequestError to a gRPC status; BadRequest names the field, RetryInfo the pause."""
+"""Failures as gRPC statuses with google.rpc details (BadRequest, RetryInfo)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
-from router.requests import ErrorKind, RequestError
+from router.errors import ErrorKind, Failure
 
-RETRY_SECONDS = 1.0
-
-_CODES = {
-    ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-    ErrorKind.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
-    ErrorKind.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
-    ErrorKind.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    ErrorKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    ErrorKind.INTERNAL: grpc.StatusCode.INTERNAL,
-}
+DETAILS_KEY = "grpc-status-details-bin"
+"""Where every gRPC library looks for google.rpc.Status."""
 
 
-def to_status(error: RequestError) -> Any:
-    """A `grpc.Status` for `context.abort_with_status`."""
-    code = _CODES[error.kind]
-    status = status_pb2.Status(code=code.value[0], message=str(error))
-    if error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=str(error)
+async def abort(context: grpc.aio.ServicerContext[Any, Any], failure: Failure) -> NoReturn:
+    """Ends the call with the failure's status."""
+    code = grpc.StatusCode[failure.kind.name]
+    status = status_pb2.Status(code=code.value[0], message=failure.message)
+    status.details.extend(_details(failure))
+    trailer = ((DETAILS_KEY, status.SerializeToString()),)
+    await context.abort(code, failure.message, trailing_metadata=trailer)
+
+
+def _details(failure: Failure) -> list[any_pb2.Any]:
+    details: list[message.Message] = []
+    if failure.kind is ErrorKind.INVALID_ARGUMENT and failure.field:
+        details.append(
+            error_details_pb2.BadRequest(
+                field_violations=[
+                    error_details_pb2.BadRequest.FieldViolation(
+                        field=failure.field, description=failure.message
+                    )
+                ]
+            )
         )
-        _pack(status, error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.kind in (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE):
-        pause = duration_pb2.Duration()
-        pause.FromMilliseconds(int(RETRY_SECONDS * 1000))
-        _pack(status, error_details_pb2.RetryInfo(retry_delay=pause))
-    return rpc_status.to_status(status)
-
-
-def _pack(status: status_pb2.Status, detail: Any) -> None:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    status.details.append(packed)
+    if failure.retry_seconds is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(failure.retry_seconds * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = []
+    for detail in details:
+        wrapped = any_pb2.Any()
+        wrapped.Pack(detail)
+        packed.append(wrapped)
+    return packed

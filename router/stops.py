@@ -1,49 +1,61 @@
-"""Stop strings: found wherever they end, in one token or across many, and never shown."""
+"""Stop strings over streamed text: the text ends before the first of them.
+
+"First" is the one that is complete first, character by character; of two complete at one place, the
+longer. So the outcome never depends on how the text was cut into pieces.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """`text` may be shown. `matched`: the stop string that ended the text, or None."""
-
-    text: str
-    matched: str | None = None
 
 
 class StopStrings:
-    """Holds back the end of the text as long as it may be the beginning of a stop string."""
+    """Feeds on pieces of text, gives back what is safe to show.
 
-    def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = tuple(strings)
+    Held back is only the longest end of the text that could be the start of a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops`: none of them empty."""
+        self._stops = tuple(stops)
         self._held = ""
+        self.matched: str | None = None
 
-    def push(self, text: str) -> Released:
-        """The earliest match in the text ends it; of several at one place the longest."""
-        self._held += text
-        found = [(self._held.find(s), -len(s), s) for s in self._strings if s in self._held]
-        if found:
-            place, _, string = min(found)
-            released, self._held = self._held[:place], ""
-            return Released(released, string)
-        keep = self._possible_start()
-        cut = len(self._held) - keep
-        released, self._held = self._held[:cut], self._held[cut:]
-        return Released(released)
+    def push(self, piece: str) -> str:
+        """The text that is safe now. Once `matched` is set, the text has ended."""
+        if not self._stops:
+            return piece
+        if not piece:
+            return ""
+        text = self._held + piece
+        match = self._first_match(text)
+        if match is not None:
+            start, self.matched = match
+            self._held = ""
+            return text[:start]
+        keep = self._possible_start(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
-    def flush(self) -> str:
-        """What was held back, once no more text comes."""
-        text, self._held = self._held, ""
-        return text
+    def finish(self) -> str:
+        """What was held: no more text comes, so it is no stop string."""
+        held, self._held = self._held, ""
+        return held
 
-    def _possible_start(self) -> int:
-        """Characters at the end of the held text that begin some stop string."""
-        longest = max((len(s) for s in self._strings), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(s.startswith(tail) for s in self._strings):
-                return length
-        return 0
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        best: tuple[int, int, str] | None = None  # end, start, stop: the smallest wins
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        return None if best is None else (best[1], best[2])
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of `text` with which some stop string starts."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

@@ -1,165 +1,126 @@
-"""The target's tokenizer and chat template, read from its model directory."""
+"""The model's tokenizer, chat template and stop tokens, from its Hugging Face-style directory."""
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from common.errors import StartupError
+from router.chat import ChatTemplate, ChatTemplateError
+from router.detokenizer import Decoding, Detokenizer
 
-
-class TemplateError(ValueError):
-    """The model has no chat template, or the template refuses the messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a chat: `role` as the template knows it, and its text."""
-
-    role: str
-    content: str
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ModelTokenizer:
-    """Text to token ids and back, and messages to the prompt text that the model was trained on.
+    """Text ↔ token ids of one model. Encoding may run on threads; the rest is for one thread.
 
-    `stop_token_ids`: from generation_config.json, else config.json. `tokenizer_hash`: SHA-256 of
-    tokenizer.json, hex. `vocab_size`: ids, added tokens included. `context_len`: tokens.
+    `tokenizer_hash`: SHA-256 of tokenizer.json, hex. `stop_token_ids`: where the model ends by
+    itself. `chat_template` None: the model has none.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Raises StartupError naming the file that is missing or cannot be read."""
-        raw = _read(directory / "tokenizer.json")
-        self.tokenizer_hash = hashlib.sha256(raw).hexdigest()
+    def __init__(self, directory: str | Path) -> None:
+        """Raises StartupError naming the file that is missing or broken."""
+        directory = Path(directory)
+        raw = _read_bytes(directory / "tokenizer.json")
         try:
             self._tokenizer = Tokenizer.from_buffer(raw)
+            decoder = json.loads(raw).get("decoder")
         except Exception as error:  # the library raises bare Exception
-            raise StartupError(f"{directory / 'tokenizer.json'} cannot be read: {error}") from error
-        config = _read_json(directory / "config.json")
-        settings = _read_json(directory / "tokenizer_config.json", optional=True)
-        generation = _read_json(directory / "generation_config.json", optional=True)
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.padded_vocab_size = int(config.get("vocab_size", self.vocab_size))
-        self.context_len = int(config.get("max_position_embeddings", 2048))
-        self.stop_token_ids = _ids(generation.get("eos_token_id", config.get("eos_token_id")))
-        self._special = {
-            name: _token_text(settings.get(name))
-            for name in ("bos_token", "eos_token", "pad_token")
-        }
-        self._template = self._compile(_template_source(directory, settings))
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
+            raise _broken(directory / "tokenizer.json", error) from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.tokenizer_hash = hashlib.sha256(raw).hexdigest()
+        self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        self.stop_token_ids = _stop_token_ids(directory)
+        self.chat_template = _chat_template(directory)
+        self._decoding = Decoding(self._tokenizer, decoder)
 
     def encode(self, text: str) -> list[int]:
-        """Special tokens are added as the tokenizer's own post-processor says."""
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        """Token ids of a plain prompt, with what the tokenizer adds at its ends (a BOS)."""
+        return list(self._tokenizer.encode(text).ids)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt for the assistant's next turn. Raises TemplateError."""
-        text = self.render(messages)
-        # The template writes the special tokens itself.
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids up to where the assistant speaks. Raises ChatTemplateError."""
+        if self.chat_template is None:
+            raise ChatTemplateError("the model has no chat template; send text or token_ids")
+        text = self.chat_template.render(messages)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The chat as prompt text, with the assistant's header. Raises TemplateError."""
-        if self._template is None:
-            raise TemplateError("the model has no chat template; send text or token ids instead")
-        turns = [{"role": turn.role, "content": turn.content} for turn in messages]
-        try:
-            return self._template.render(
-                messages=turns, add_generation_prompt=True, **self._special
-            )
-        except jinja2.TemplateError as error:
-            raise TemplateError(
-                f"the model's chat template refuses the messages: {error}"
-            ) from error
+    def detokenizer(self) -> Detokenizer:
+        """A fresh one, for one sequence."""
+        return self._decoding.detokenizer()
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are left out; bytes that are no whole character become U+FFFD."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of all ids at once, special tokens skipped."""
+        return self._decoding.decode(token_ids)
 
     def token_text(self, token_id: int) -> str:
-        """One token for people to look at, special tokens included."""
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return text
-
-    def _compile(self, source: str | None) -> jinja2.Template | None:
-        if source is None:
-            return None
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        environment.filters["tojson"] = _to_json
-        try:
-            return environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise StartupError(f"the model's chat template cannot be read: {error}") from error
+        """One token by itself, for people to look at; special tokens by their names."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes HTML, which models were not trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _read(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise StartupError(
-            f"{path} cannot be read ({error.strerror}); the model directory needs it"
-        ) from error
+            f"model: cannot read {path} ({error.strerror}); --model must be the target's directory"
+            " with tokenizer.json"
+        ) from None
 
 
-def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.exists():
+def _broken(path: Path, error: Exception) -> StartupError:
+    return StartupError(f"model: {path} is broken ({error}); fetch the model's files again")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; empty if there is no such file."""
+    if not path.exists():
         return {}
     try:
-        value = json.loads(_read(path))
+        value = json.loads(_read_bytes(path))
     except ValueError as error:
-        raise StartupError(f"{path} is not valid JSON: {error}") from error
+        raise _broken(path, error) from None
     if not isinstance(value, dict):
-        raise StartupError(f"{path} must hold a JSON object")
+        raise _broken(path, ValueError("not a JSON object"))
     return value
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
+def _stop_token_ids(directory: Path) -> tuple[int, ...]:
+    """`eos_token_id` of generation_config.json, which outranks config.json; one id or a list."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        value = _read_json(path).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(id_, int) and id_ >= 0 for id_ in ids):
+            raise _broken(path, ValueError(f"eos_token_id is {value!r}; must be ids"))
+        return tuple(dict.fromkeys(ids))
+    return ()
 
 
-def _token_text(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value
-
-
-def _template_source(directory: Path, settings: dict[str, Any]) -> str | None:
-    """chat_template.jinja wins over tokenizer_config.json, as in transformers."""
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return _read(path).decode()
-    value = settings.get("chat_template")
-    if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+def _chat_template(directory: Path) -> ChatTemplate | None:
+    config = _read_json(directory / "tokenizer_config.json")
+    file = directory / "chat_template.jinja"
+    source = _read_bytes(file).decode() if file.exists() else config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if not source:
+        return None
+    named = {name: config.get(name) for name in _SPECIAL_TOKENS}
+    special_tokens = {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in named.items()
+        if token is not None
+    }
+    try:
+        return ChatTemplate(str(source), special_tokens)
+    except ChatTemplateError as error:
+        raise StartupError(f"model: {error}; fetch the model's files again") from None

@@ -35,6 +35,11 @@ class VerifyLimits:
         if self.max_prefill_tokens < 1:
             raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} is below 1")
 
+    @property
+    def max_open_sequences(self) -> int:
+        """Of routers that are there; orphans are as many again at most."""
+        return self.max_sequences + self.max_waiting_sequences
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many KV rows."""
         return -(-num_tokens // self.page_size)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from common.log import get_logger
 from common.types import FeatureRows
 from verify_service.commands import Command
-from verify_service.events import Event
+from verify_service.events import Event, Failed
 from verify_service.machine import VerifyMachine
 from verify_service.metrics import VerifyMetrics
 from verify_service.step import SequenceOutcome, SequenceWork, VerifyEngine
@@ -75,8 +75,9 @@ class VerifyLoop:
     def disconnect(self, stream: int) -> None:
         self._machine.disconnect(stream, time.monotonic())
 
-    def submit(self, stream: int, commands: Iterable[Command]) -> None:
-        """Handles a frame's commands at once."""
+    def submit(self, stream: int, commands: Iterable[Command], errors: Iterable[Failed]) -> None:
+        """Handles a frame's commands at once. `errors`: of those that could not be read."""
+        self._flush([self._machine.with_state(error) for error in errors])
         events = self._machine.handle(stream, commands, time.monotonic())
         self._flush(events)
         self._on_features()
@@ -127,7 +128,7 @@ class VerifyLoop:
             await self._sleep(TICK_SECONDS)
 
     async def _gather(self, now: float) -> float:
-        """Waits a moment while sequences that just ended a round may come back; returns the time."""
+        """Waits a moment for sequences that just ended a round; returns the time."""
         deadline = now + self._gather_seconds
         while now < deadline and self._machine.expects_more(now, RECENT_SECONDS):
             self._flush()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState
 from verify_service import checks
@@ -119,6 +120,11 @@ class VerifyMachine:
             self._take(stream, command, now, events)
         return events
 
+    def with_state(self, failed: Failed) -> Failed:
+        """An error that was found before the command reached the machine, completed."""
+        sequence = self._registry.get(failed.sequence_id)
+        return failed if sequence is None else replace(failed, state=sequence.state)
+
     def _take(self, stream: int, command: Command, now: float, events: list[Event]) -> None:
         sequence = self._registry.get(command.sequence_id)
         try:
@@ -169,8 +175,9 @@ class VerifyMachine:
             message = "the service drains; open the sequence on another one"
             raise SequenceFailure(ErrorCode.NOT_SERVING, message, round_=command.round)
         checks.check_open(command, self._limits)
-        most = self._limits.max_sequences + self._limits.max_waiting_sequences
-        if len(self._registry) - (sequence is not None) >= most:
+        most = self._limits.max_open_sequences
+        replaces_own = sequence is not None and sequence.orphaned_since is None
+        if self._registry.num_owned - replaces_own >= most:
             message = f"the waiting queue is full: {most} sequences are open; try again later"
             raise SequenceFailure(ErrorCode.OVERLOADED, message, round_=command.round)
         if sequence is not None:

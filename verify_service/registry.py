@@ -53,10 +53,15 @@ class Registry:
         self._arrivals += 1
         return self._arrivals
 
+    @property
+    def num_owned(self) -> int:
+        """Sequences whose stream is there."""
+        return sum(s.orphaned_since is None for s in self._sequences.values())
+
     def waiting(self) -> list[VerifySequence]:
-        """Sequences with a round to run and no slot, oldest first."""
+        """Sequences with a round to run and no slot, oldest first, orphans last."""
         waiting = [s for s in self._sequences.values() if not s.is_resident and s.pending]
-        return sorted(waiting, key=lambda s: s.arrival)
+        return sorted(waiting, key=lambda s: (s.orphaned_since is not None, s.arrival))
 
     @property
     def has_ready(self) -> bool:
@@ -74,10 +79,17 @@ class Registry:
         self._streams.add(stream)
 
     def disconnect(self, stream: int, now: float) -> None:
+        """Its sequences become orphans; of too many, those go that were orphaned first."""
         self._streams.discard(stream)
         for sequence in self._sequences.values():
-            if sequence.stream == stream:
+            if sequence.stream == stream and sequence.orphaned_since is None:
                 sequence.orphaned_since = now
+        orphans = [s for s in self._sequences.values() if s.orphaned_since is not None]
+        surplus = len(orphans) - self._limits.max_open_sequences
+        if surplus > 0:
+            orphans.sort(key=lambda s: (s.orphaned_since or 0.0, s.arrival))
+            for sequence in orphans[:surplus]:
+                self.forget(sequence)
 
     def hand_over(self, sequence: VerifySequence, stream: int, epoch: int, now: float) -> None:
         """Makes `stream` the owner under a new epoch."""

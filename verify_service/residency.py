@@ -121,6 +121,9 @@ class Residency:
         return victims
 
     def _victims(self, sequence: VerifySequence, now: float) -> list[VerifySequence]:
+        if sequence.orphaned_since is not None:
+            return []  # nobody waits for it: it takes what is free
+
         def is_idle(other: VerifySequence) -> bool:
             paused = (
                 other.pending is None and now - other.paused_since >= self._limits.pause_seconds

@@ -89,8 +89,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         try:
             async for request in requests:
                 commands, errors = decode_request(stream, request)
-                self._hub.deliver(errors)
-                self._loop.submit(stream, commands)
+                self._loop.submit(stream, commands, errors)
         finally:
             outbox.close()
 

@@ -1,126 +1,118 @@
-"""A trained head in the layout that SpecForge writes and SGLang and vLLM read.
-
-    config.json         LlamaForCausalLMEagle3, sizes, draft_vocab_size, RoPE
-    model.safetensors   fc, midlayer.* (one layer) or layers.<i>.* (more), norm, lm_head, d2t, t2d
-
-The embedding is the target's and not in the file. Tensors are [out, in]; d2t is an int64 offset per draft
-id (target id = d + d2t[d]); t2d is a bool mask over the target's vocabulary.
-"""
+"""A trained head in the form that serving and public loaders read (`models.eagle3.export`)."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
-from safetensors.numpy import save_file
 
 from draft_service.training.dataset import DraftVocabulary
 from draft_service.training.loss import Frozen
-from draft_service.training.network import HeadShape, Params
-from models.config import TargetConfig, default_boundaries
+from draft_service.training.network import HeadShape
+from draft_service.training.network import Params as TrainedParams
+from models.config import TargetConfig
+from models.eagle3.description import FeatureKind, FuseNorm, HeadConfig, TableSource
+from models.eagle3.export import save_head
+from models.layers import AttentionSpec, Params
 
-DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+DTYPES = ("float16", "float32")
 
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def export_head(
     directory: Path,
     shape: HeadShape,
-    params: Params,
+    params: TrainedParams,
     frozen: Frozen,
     vocabulary: DraftVocabulary,
     target: TargetConfig,
     dtype: str = "float16",
 ) -> None:
-    """Writes both files. Raises ValueError where a weight does not fit `dtype`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: _cast(name, tensor, dtype)
-        for name, tensor in published_tensors(shape, params, frozen).items()
-    }
-    tensors["d2t"] = (
-        vocabulary.target_ids.astype(np.int64) - np.arange(vocabulary.size, dtype=np.int64)
+    """Writes config.json and model.safetensors. Raises ValueError where a weight overflows
+    `dtype`."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: {dtype} is not one of {', '.join(DTYPES)}")
+    limit = float(np.finfo(dtype).max)
+    served = served_params(shape, params, frozen, vocabulary)
+    largest = float(np.abs(np.asarray(served["fuse"]["fc"]["kernel"])).max())
+    if not largest <= limit:
+        raise ValueError(f"fc: its largest value, {largest}, does not fit {dtype}; use float32")
+    save_head(
+        directory,
+        served_config(shape, vocabulary, target),
+        served,
+        target_num_layers=target.num_layers,
+        dtype=np.dtype(dtype),
+        extra={"max_position_embeddings": target.max_positions, **_special_ids(target)},
     )
-    mask = np.zeros(vocabulary.target_vocab_size, np.bool_)
-    mask[vocabulary.target_ids] = True
-    tensors["t2d"] = mask
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = published_config(shape, vocabulary, target, dtype)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def published_tensors(
-    shape: HeadShape, params: Params, frozen: Frozen
-) -> dict[str, npt.NDArray[np.float32]]:
-    """Name → float32 tensor, [out, in]; the scale of features is folded into fc."""
-    scale = np.asarray(frozen.feature_scale)
-    tensors = {
-        "fc.weight": np.asarray(params["fc"]).T * scale,
-        "norm.weight": np.asarray(params["norm"]),
-        "lm_head.weight": np.asarray(frozen.lm_head).T,
+def served_config(
+    shape: HeadShape, vocabulary: DraftVocabulary, target: TargetConfig
+) -> HeadConfig:
+    """The description that `models.eagle3` runs the head by."""
+    return HeadConfig(
+        layout="midlayer" if shape.num_layers == 1 else "layers",
+        hidden_size=shape.hidden_size,
+        target_hidden_size=target.hidden_size,
+        num_states=len(target.boundaries),
+        feature_kind=FeatureKind.AUX,
+        boundaries=target.boundaries,
+        has_fc=True,
+        fc_bias=False,
+        fuse_norm=FuseNorm.NONE,
+        embedding_layers=tuple(shape.takes_embedding(i) for i in range(shape.num_layers)),
+        windows=(None,) * shape.num_layers,
+        attention=AttentionSpec(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            out_features=shape.hidden_size,
+            eps=shape.norm_eps,
+        ),
+        mlp_size=shape.intermediate_size,
+        mlp_bias=False,
+        norm_eps=shape.norm_eps,
+        norm_before_residual=False,
+        norm_output=False,
+        rope=target.rope,
+        draft_vocab_size=vocabulary.size,
+        target_vocab_size=target.vocab_size,
+        embedding_source=TableSource.TARGET,
+        lm_head_source=TableSource.HEAD,
+    )
+
+
+def served_params(
+    shape: HeadShape, params: TrainedParams, frozen: Frozen, vocabulary: DraftVocabulary
+) -> Params:
+    """The parameters as `models.eagle3.loader` gives them; the scale of features is folded into
+    fc."""
+    served: Params = {
+        "fuse": {"fc": {"kernel": params["fc"] * frozen.feature_scale[:, None]}},
+        "final_norm": {"scale": params["norm"]},
+        "embedding": frozen.embedding,
+        "lm_head": frozen.lm_head.T,
+        "draft_to_target": vocabulary.target_ids,
     }
     for index, layer in enumerate(params["layers"]):
-        prefix = "midlayer." if shape.num_layers == 1 else f"layers.{index}."
-        for name, tensor in layer.items():
-            own = _published_name(name, shape.takes_embedding(index))
-            tensors[f"{prefix}{own}.weight"] = np.asarray(tensor).T
-    return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
+        served[f"layer_{index}"] = _served_layer(layer)
+    return served
 
 
-def _published_name(name: str, takes_embedding: bool) -> str:
-    if name in _ATTENTION:
-        return f"self_attn.{name}"
-    if name in _MLP:
-        return f"mlp.{name}"
-    if name == "hidden_norm" and not takes_embedding:
-        return "input_layernorm"  # what public loaders call a plain decoder layer's first norm
-    return name
-
-
-def published_config(
-    shape: HeadShape, vocabulary: DraftVocabulary, target: TargetConfig, dtype: str
-) -> dict[str, Any]:
-    """The fields of config.json that public loaders look at."""
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,
-        "max_position_embeddings": target.max_positions,
-        "vocab_size": target.vocab_size,
-        "draft_vocab_size": vocabulary.size,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
+def _served_layer(layer: TrainedParams) -> Params:
+    norms = {"hidden_norm": "hidden_norm", "mlp_norm": "post_attention_layernorm"}
+    if "input_layernorm" in layer:
+        norms["embed_norm"] = "input_layernorm"
+    return {
+        **{ours: {"scale": layer[name]} for ours, name in norms.items()},
+        "attention": {ours: {"kernel": layer[name]} for ours, name in _ATTENTION.items()},
+        "mlp": {ours: {"kernel": layer[name]} for ours, name in _MLP.items()},
     }
-    if target.eos_token_ids:
-        config["eos_token_id"] = target.eos_token_ids[0]
-    if target.boundaries != default_boundaries(target.num_layers):
-        config["eagle_config"] = {
-            "eagle_aux_hidden_state_layer_ids": list(target.boundaries),
-            "use_aux_hidden_state": True,
-        }
-    return config
 
 
-def _cast(name: str, tensor: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
-    cast = tensor.astype(DTYPES[dtype])
-    if not np.isfinite(cast.astype(np.float32)).all():
-        raise ValueError(
-            f"{name}: largest value {np.abs(tensor).max()} does not fit {dtype}; export as bfloat16"
-        )
-    return cast
+def _special_ids(target: TargetConfig) -> dict[str, Any]:
+    return {"eos_token_id": target.eos_token_ids[0]} if target.eos_token_ids else {}

@@ -1,7 +1,7 @@
 """The training loop: AdamW steps, checkpoints that resume exactly, progress, validation.
 
-    OUTPUT/checkpoint.npz   params, optimiser state, step, seconds; replaced atomically
-    OUTPUT/log.jsonl        one JSON object per report
+OUTPUT/checkpoint.npz   params, optimiser state, step, seconds; replaced atomically
+OUTPUT/log.jsonl        one JSON object per report
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Trainer:
         optimiser = make_optimiser(recipe.optimiser)
         self.state = TrainState(params, optimiser.init(params))
         self.mesh = jax.make_mesh((jax.device_count(),), (DEVICES,))
+        self._split = NamedSharding(self.mesh, _spec(DEVICES))
         self._step = _compile_step(shape, optimiser, recipe.optimiser, self.mesh)
         self._hits = jax.jit(partial(chain_hits, shape, num_steps=recipe.validation_steps))
 
@@ -112,9 +113,7 @@ class Trainer:
                         f" needs {old.shape}; choose another output or delete the checkpoint"
                     )
             params, optimiser = jax.tree.unflatten(structure, [jnp.asarray(x) for x in loaded])
-            self.state = TrainState(
-                params, optimiser, int(saved["step"]), float(saved["seconds"])
-            )
+            self.state = TrainState(params, optimiser, int(saved["step"]), float(saved["seconds"]))
         return True
 
     def save(self) -> None:
@@ -122,7 +121,8 @@ class Trainer:
         arrays = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
         self.recipe.output.mkdir(parents=True, exist_ok=True)
         partial_path = self.checkpoint_path.with_name("checkpoint.partial.npz")
-        np.savez(partial_path, step=self.state.step, seconds=self.state.seconds, **arrays)
+        arrays["step"], arrays["seconds"] = np.array(self.state.step), np.array(self.state.seconds)
+        np.savez(partial_path, allow_pickle=False, **arrays)
         partial_path.replace(self.checkpoint_path)
 
     def finished(self) -> bool:
@@ -150,7 +150,7 @@ class Trainer:
     def _one_step(self, plan: BatchPlan) -> StepMetrics:
         started = time.monotonic()
         batch = self.cache.batch(plan, self.recipe.optimiser.num_test_steps)
-        batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(DEVICES)))
+        batch = jax.device_put(batch, self._split)
         state = self.state
         rate = learning_rate(self.recipe.optimiser, state.step, state.seconds)
         state.params, state.optimiser, metrics = self._step(
@@ -162,7 +162,8 @@ class Trainer:
         return host
 
     def _plans(self, step: int) -> Iterator[BatchPlan]:
-        """Batches from `step` on; epoch e is shuffled by seed + e, so a resumed run sees the same."""
+        """Batches from `step` on; epoch e is shuffled by seed + e, so a resumed run sees the
+        same."""
         epoch = 0
         while True:
             seed = self.recipe.optimiser.seed + epoch
@@ -193,7 +194,8 @@ class Trainer:
         }
 
     def validate(self) -> dict[str, Any]:
-        """Held-out greedy chains: acceptance length and accuracy per step, by the responses' temperature."""
+        """Held-out greedy chains: acceptance length and accuracy per step, by the responses'
+        temperature."""
         plans = self._plan_batches(self.validation, seed=0)
         groups: dict[str, list[tuple[Any, Any]]] = {}
         for plan in plans:
@@ -224,7 +226,9 @@ def summarise_chains(sequences: list[tuple[Any, Any]]) -> dict[str, Any]:
                     break
                 hit_at[accepted] += 1
                 accepted += 1
-            if accepted == depth or present[anchor, accepted]:  # a round cut off by the end is not one
+            if (
+                accepted == depth or present[anchor, accepted]
+            ):  # a round cut off by the end is not one
                 rounds += 1
                 emitted += accepted + 1
             anchor += accepted + 1
@@ -234,6 +238,10 @@ def summarise_chains(sequences: list[tuple[Any, Any]]) -> dict[str, Any]:
         "acceptance_length": round(emitted / max(rounds, 1), 4),
         "conditional": [round(float(x), 4) for x in hit_at / np.maximum(reached, 1)],
     }
+
+
+def _spec(*axes: str) -> PartitionSpec:
+    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]
 
 
 def _compile_step(
@@ -250,14 +258,14 @@ def _compile_step(
 
     def gradients(params: Params, frozen: Frozen, batch: Batch) -> tuple[Params, StepMetrics]:
         own: tuple[Params, StepMetrics] = jax.grad(loss, has_aux=True)(params, frozen, batch)
-        summed: tuple[Params, StepMetrics] = jax.lax.psum(own, DEVICES)
+        summed: tuple[Params, StepMetrics] = jax.lax.psum(own, DEVICES)  # type: ignore[no-untyped-call]
         return summed
 
     split = jax.shard_map(
         gradients,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(DEVICES)),
-        out_specs=PartitionSpec(),
+        in_specs=(_spec(), _spec(), _spec(DEVICES)),
+        out_specs=_spec(),
         check_vma=False,  # custom gradients inside carry no replication types
     )
 
@@ -265,7 +273,8 @@ def _compile_step(
         params: Params, opt_state: Any, frozen: Frozen, batch: Batch, rate: jax.Array
     ) -> tuple[Params, Any, StepMetrics]:
         grads, metrics = split(params, frozen, batch)
-        updates, opt_state = optimiser.update(grads, opt_state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax divides by its int32 step count
+            updates, opt_state = optimiser.update(grads, opt_state, params)
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         return params, opt_state, metrics
 

@@ -2,8 +2,8 @@
 
     loss = sum over steps k of decay^k * mean over rows of CE(softmax(teacher), head)
 
-with the teacher's logits restricted to the draft vocabulary. Rows count where the predicted token is a
-response token inside that vocabulary. Axes as in `unroll`.
+with the teacher's logits restricted to the draft vocabulary. Rows count where the predicted
+token is a response token inside that vocabulary. Axes as in `unroll`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def batch_loss(
         labels, in_response = _labels(frozen, batch, prompt_columns, rows, step)
         counted = (in_response & (labels >= 0)).astype(jnp.float32)
         own = jnp.sum(counted)
-        count = own if axis is None else jax.lax.psum(own, axis)
+        count = own if axis is None else jax.lax.psum(own, axis)  # type: ignore[no-untyped-call]
         mean, hits = cross_entropy(
             states.reshape(-1, states.shape[-1]),
             taught[:, step : step + rows].reshape(-1, taught.shape[-1]),
@@ -78,7 +78,7 @@ def batch_loss(
             frozen.lm_head,
         )
         total = total + step_decay**step * mean
-        metrics.append((mean * count, jnp.sum(hits.reshape(counted.shape) * counted), own))
+        metrics.append((mean * count, _sum_where(counted, hits), own))
     columns = [jnp.stack(column) for column in zip(*metrics, strict=True)]
     return total, StepMetrics(*columns)
 
@@ -88,8 +88,9 @@ def chain_hits(
 ) -> tuple[jax.Array, jax.Array]:
     """bool [B, R, K] twice: the greedy draft's token of step k is the response's; it has one.
 
-    A chain is fed the true tokens. That is what a real draft reads as long as it is right, and after
-    its first miss nothing counts, so leading hits are exactly what greedy verification would accept.
+    A chain is fed the true tokens. That is what a real draft reads as long as it is right, and
+    after its first miss nothing counts, so leading hits are exactly what greedy verification
+    would accept.
     """
     prompt_columns, rows = _geometry(batch, num_steps)
     hits, present = [], []
@@ -99,6 +100,10 @@ def chain_hits(
         hits.append((jnp.argmax(logits, axis=-1) == labels) & in_response)
         present.append(in_response)
     return jnp.stack(hits, axis=-1), jnp.stack(present, axis=-1)
+
+
+def _sum_where(weights: jax.Array, hits: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(hits.reshape(weights.shape), weights, 0.0))
 
 
 def _geometry(batch: Batch, num_steps: int) -> tuple[int, int]:
@@ -113,9 +118,14 @@ def _outputs(
     prompt_columns, _ = _geometry(batch, num_steps)
     return list(
         unroll(
-            shape, params, frozen.embedding, batch.tokens,
+            shape,
+            params,
+            frozen.embedding,
+            batch.tokens,
             batch.features.astype(jnp.float32) * frozen.feature_scale,
-            batch.starts, prompt_columns, num_steps,
+            batch.starts,
+            prompt_columns,
+            num_steps,
         )
     )
 
@@ -123,7 +133,8 @@ def _outputs(
 def _labels(
     frozen: Frozen, batch: Batch, prompt_columns: int, rows: int, step: int
 ) -> tuple[jax.Array, jax.Array]:
-    """int32 [B, R] draft ids of the true tokens (-1 outside); bool [B, R]: a response token is there."""
+    """int32 [B, R] draft ids of the true tokens (-1 outside); bool [B, R]: a response token is
+    there."""
     columns = prompt_columns + step + jnp.arange(rows)  # row r predicts column P + r + step
     true = jax.lax.dynamic_slice_in_dim(batch.tokens, prompt_columns + step, rows, axis=1)
     return frozen.draft_ids[true], columns[None, :] < batch.ends[:, None]

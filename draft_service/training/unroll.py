@@ -1,8 +1,8 @@
 """Training-time test: the head run K steps on its own states, all anchor rows at once.
 
-Row t is an anchor: a draft that starts from pair t = (token t+1, feature t). In step 0 every row reads
-the true features. In step k row t stands for pair t+k, reads token t+1+k and its own state of step
-k-1, and predicts token t+2+k. It sees, exactly as a draft grown from t would,
+Row t is an anchor: a draft that starts from pair t = (token t+1, feature t). In step 0 every row
+reads the true features. In step k row t stands for pair t+k, reads token t+1+k and its own state
+of step k-1, and predicts token t+2+k. It sees, exactly as a draft grown from t would,
 
     step-0 keys of columns <= t   (true features)
     its own keys of steps 1..k    (drafted states)
@@ -52,9 +52,9 @@ def unroll(
 ) -> Iterator[jax.Array]:
     """Yields the head's output float32 [B, R, H] of steps 0 .. num_steps-1.
 
-    `embedding` [V, H]; `tokens` int32 [B, C + num_steps] with C = P + S - 2 columns of pairs (column c
-    pairs token c+1 with feature c), padded on the right; `features` [B, C, F]; `starts` int32 [B]: the
-    first real column of each sequence.
+    `embedding` [V, H]; `tokens` int32 [B, C + num_steps] with C = P + S - 2 columns of pairs
+    (column c pairs token c+1 with feature c), padded on the right; `features` [B, C, F];
+    `starts` int32 [B]: the first real column of each sequence.
     """
     columns = features.shape[1]
     first = prompt_columns - 2  # the first anchor
@@ -66,8 +66,14 @@ def unroll(
     for layer in range(shape.num_layers):
         skipped = first if layer == shape.num_layers - 1 else 0
         hidden = run_layer(
-            shape, layer, params["layers"][layer], embed, hidden, column,
-            partial(_attend_prefix, keys[layer], real, skipped), skipped,
+            shape,
+            layer,
+            params["layers"][layer],
+            embed,
+            hidden,
+            column,
+            partial(_attend_prefix, keys[layer], real, skipped),
+            skipped,
         )
     yield hidden
     anchors = column[first:]
@@ -75,7 +81,12 @@ def unroll(
         embed = embedding[tokens[:, first + 1 + step : columns + 1 + step]]
         for layer in range(shape.num_layers):
             hidden = run_layer(
-                shape, layer, params["layers"][layer], embed, hidden, anchors + step,
+                shape,
+                layer,
+                params["layers"][layer],
+                embed,
+                hidden,
+                anchors + step,
                 partial(_attend_own, keys[layer], real, first),
             )
         yield hidden
@@ -100,8 +111,7 @@ def _attend_own(
     grouped = _group(q, k.shape[2])
     scale = q.shape[-1] ** -0.5
     own_scores = [
-        jnp.einsum("brkgd,brkd->bkgr", grouped, own_k)[..., None] * scale
-        for own_k, _ in keys.own
+        jnp.einsum("brkgd,brkd->bkgr", grouped, own_k)[..., None] * scale for own_k, _ in keys.own
     ]
     scores = jnp.concatenate([_scores(q, prefix_k, real, first_query), *own_scores], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)

@@ -1,4 +1,6 @@
-"""Block sizes of the tree attention kernel: a pure function of the chip and of the call's shapes."""
+"""Block sizes of the tree attention kernel: a pure function of the chip and of the call's
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ _MEGACORE = ("v4", "v5p")  # generations whose jax device spans both cores of a 
 class Blocks:
     """Sizes of one compiled kernel.
 
-    `keys`: prefix tokens per KV block, a multiple of the page size and of 128. `piece`: tokens at a time
-    in a sequence's last, partial block. `tiles`: query tiles compiled, ascending; a tile of n rows takes the first that
-    holds them. `num_cores`: cores that share a call.
+    `keys`: prefix tokens per KV block, a multiple of the page size and of 128. `piece`: tokens at
+    a time in a sequence's last, partial block. `tiles`: query tiles compiled, ascending; a tile of
+    n rows takes the first that holds them. `num_cores`: cores that share a call.
     """
 
     keys: int
@@ -42,7 +44,7 @@ class Blocks:
 
 def vmem_bytes(heads: Heads, keys: int, tile: int, num_words: int) -> int:
     """VMEM of the kernel's scratch for the given sizes."""
-    item = jnp.dtype(heads.dtype).itemsize
+    item = int(jnp.dtype(heads.dtype).itemsize)
     rows = tile * heads.group
     width = max(heads.q_width, LANES)
     padded_heads = -(-heads.q_heads // 16) * 16
@@ -50,7 +52,7 @@ def vmem_bytes(heads: Heads, keys: int, tile: int, num_words: int) -> int:
     softmax = heads.kv_heads * rows * (keys * (4 + item) + 3 * LANES * 4 + width * (4 + item))
     queries = 4 * tile * padded_heads * max(heads.head_dim, LANES) * item  # q and o, twice each
     block = 4 * heads.kv_heads * BLOCK_PIECE * heads.row_width * item
-    bits = 2 * tile * 8 * LANES * 4 if num_words else 0
+    bits = 2 * tile * max(num_words, 8) * LANES * 4
     return kv + softmax + queries + block + bits
 
 
@@ -87,9 +89,9 @@ def choose_blocks(
             break
         if len(tiles) == 1:
             raise ValueError(
-                f"{heads.kv_heads} KV heads of {heads.head_dim} with {heads.group} query heads each need"
-                f" {vmem_bytes(heads, keys, tiles[-1], num_words)} bytes of VMEM at the smallest block;"
-                f" {chip.name} has {chip.vmem_bytes}; split the heads over more chips"
+                f"{heads.kv_heads} KV heads of {heads.head_dim} with {heads.group} query heads each"
+                f" need {vmem_bytes(heads, keys, tiles[-1], num_words)} bytes of VMEM at the"
+                f" smallest block; {chip.name} has {chip.vmem_bytes}; split the heads over chips"
             )
         tiles = tiles[:-1]
     piece = LANES

@@ -1,10 +1,11 @@
 """The arithmetic of the tree attention kernel: one run of keys against one query tile, in phases.
 
 Phased: first all heads' scores go to VMEM, then the softmax of all heads, then all heads' products
-with V. Head after head, every matmul would wait for the exponentials of its own head and these for its
-matmul; across heads the waits overlap (static schedule: 29-82 % empty cycles against a few).
+with V. Head after head, every matmul would wait for the exponentials of its own head and these for
+its matmul; across heads the waits overlap (static schedule: 29-82 % empty cycles against a few).
 
-Row r of a KV head's `tile * group` query rows is query head `r // tile` of the group, node `r % tile`.
+Row r of a KV head's `tile * group` query rows is query head `r // tile` of the group, node `r %
+tile`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ MATRIX_UNITS = 4
 """Per core, at most (v5e, v5p; v6e has two of four times the size)."""
 
 MASKED = -1e30
-"""Score of a key that a row may not see: finite, so that a row without any key yet stays free of NaN;
-what such a row sums up is multiplied by exp2(-1e30 - max) = 0 as soon as a real key comes."""
+"""Score of a key that a row may not see: finite, so that a row without any key yet stays free of
+NaN; what such a row sums up is multiplied by exp2(-1e30 - max) = 0 as soon as a real key comes."""
 
 Ref = Any
 """A Pallas reference: jax exports no type for it that mypy could use."""
@@ -96,10 +97,10 @@ def attend(
 ) -> None:
     """Adds `keys` keys to the running softmax of `rows` query rows of every KV head.
 
-    `load(head)` gives K [keys, q_width] and V [keys, q_width] from VMEM; called twice per head, so that no
-    head's V is held in registers through the softmax. `bias` [1 or rows, keys] float32 is 0 where a key
-    is visible and MASKED elsewhere; None: every row sees every key. `seed`: the first keys of the tile,
-    which set maximum, sum and output instead of updating them.
+    `load(head)` gives K [keys, q_width] and V [keys, q_width] from VMEM; called twice per head, so
+    that no head's V is held in registers through the softmax. `bias` [1 or rows, keys] float32 is
+    0 where a key is visible and MASKED elsewhere; None: every row sees every key. `seed`: the
+    first keys of the tile, which set maximum, sum and output instead of updating them.
     """
     log2e_scale = heads.scale * 1.4426950408889634
     parts = _row_parts(heads, rows, keys)
@@ -182,5 +183,5 @@ def _softmax(
 def finish(heads: Heads, scratch: Scratch, h: int, rows: int) -> jax.Array:
     """The attention output of head h, float32 [rows, head_dim]."""
     total = jnp.sum(scratch.sum[h, :rows], axis=1, keepdims=True)
-    out = scratch.out[h, :rows] * (1.0 / total)
+    out: jax.Array = scratch.out[h, :rows] * (1.0 / total)
     return out[:, heads.head_dim :] if heads.packed else out

@@ -2,24 +2,23 @@
 
 A work item is a tile of up to 64 q rows of one sequence. For each, in order:
 
-1. the sequence's own new rows (the *block*) under causal order and ancestor bits, 128 keys at a time.
-   They seed maximum and sum, and hide the arrival of the first page;
+1. the sequence's own new rows (the *block*) under causal order and ancestor bits, 128 keys at a
+time. They seed maximum and sum, and hide the arrival of the first page;
 2. the prefix in whole KV blocks of about 2 MiB, **without any mask**: every row sees all of it;
 3. what is left of the prefix, piece by piece, under one length mask.
 
-DMAs: KV blocks are double-buffered page by page; while a block is computed the next one, or the next
-item's first one, arrives. Queries, bits, first block rows and the page table row of the next item
-arrive during this one. Outputs leave during the next item. Nothing is padded per sequence: reads of
-q and writes of the output are exactly the sequence's rows.
+DMAs: KV blocks are double-buffered page by page; while a block is computed the next one, or the
+next item's first one, arrives. Queries, bits, first block rows and the page table row of the next
+item arrive during this one. Outputs leave during the next item. Nothing is padded per sequence:
+reads of q and writes of the output are exactly the sequence's rows.
 
-HBM traffic per call: q and o once; every sequence's prefix pages once per tile of its rows; its block
-rows rounded up to 128; 512 bytes of bits per q row. VMEM: `blocks.vmem_bytes`.
+HBM traffic per call: q and o once; every sequence's prefix pages once per tile of its rows; its
+block rows rounded up to 128; 512 bytes of bits per q row and word. VMEM: `blocks.vmem_bytes`.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -40,81 +39,12 @@ from kernels.tree_attention.compute import (
     finish,
     keys_and_values,
 )
+from kernels.tree_attention.refs import Buffers, Hbm, Item, Prefetched, Semaphores
 from kernels.tree_attention.work import plan_work
 
 HEAD_DIMS = (64, 128, 256)
 MIN_PAGE = 16
 """Tokens: a page is written to VMEM at whole tiles of packed rows."""
-
-
-@dataclass(frozen=True)
-class _Prefetched:
-    """Scalars in SMEM, all int32."""
-
-    layer: Ref  # [1]
-    kv_lens: Ref  # [B]
-    q_starts: Ref  # [B+1]
-    block_starts: Ref  # [B+1]
-    num_causal: Ref  # [B]
-    q_offsets: Ref  # [B]
-    work_sequence: Ref  # [max_work]
-    work_row: Ref  # [max_work]
-    work_bounds: Ref  # [num_cores+1]
-
-
-@dataclass(frozen=True)
-class _Hbm:
-    """Arrays that stay in HBM."""
-
-    page_table: Ref  # [B, 1, pages_per_sequence] int32
-    q: Ref  # [Tq, q_heads, head_dim]
-    bits: Ref  # [Tq, 1, W] uint32
-    block: Ref  # [kv_heads, Tk rounded up, 2*head_dim]
-    pages: Ref  # [L, P, kv_heads, page_size, 2*head_dim]
-    out: Ref  # [Tq, q_heads, head_dim]
-
-
-@dataclass(frozen=True)
-class _Buffers:
-    """VMEM and SMEM that DMAs fill or drain; the first axis of 2 alternates."""
-
-    table: Ref  # SMEM [2, 1, pages_per_sequence] int32, by work item
-    q: Ref  # [2, tile, q_heads, head_dim], by work item
-    bits: Ref  # [2, tile, 1, W], by work item
-    first: Ref  # [2, kv_heads, 128, 2*head_dim]: the block's first piece, by work item
-    later: Ref  # [2, kv_heads, 128, 2*head_dim]: its further pieces
-    kv: Ref  # [2, kv_heads, keys, 2*head_dim]: KV blocks
-    out: Ref  # [2, tile, q_heads, head_dim], by work item
-
-
-@dataclass(frozen=True)
-class _Semaphores:
-    """DMA semaphores [2], one per buffer half."""
-
-    table: Ref
-    q: Ref
-    bits: Ref
-    first: Ref
-    later: Ref
-    kv: Ref
-    out: Ref
-
-
-@dataclass(frozen=True)
-class _Item:
-    """One work item's scalars, read from SMEM."""
-
-    sequence: jax.Array
-    q_start: jax.Array  # row of q
-    num_rows: jax.Array  # 1..tile
-    first_row: jax.Array  # block row of the tile's first q row
-    num_causal: jax.Array
-    block_base: jax.Array  # row of the block array where its first piece starts: aligned
-    block_shift: jax.Array  # rows of other sequences in front of the block in that piece
-    block_len: jax.Array
-    kv_len: jax.Array
-    first_page: jax.Array  # first page of the prefix that any row of the tile sees
-    num_keys: jax.Array  # prefix tokens from the first page's first on
 
 
 class _Kernel:
@@ -126,10 +56,10 @@ class _Kernel:
         blocks: Blocks,
         window: int | None,
         page_size: int,
-        scalars: _Prefetched,
-        hbm: _Hbm,
-        buffers: _Buffers,
-        semaphores: _Semaphores,
+        scalars: Prefetched,
+        hbm: Hbm,
+        buffers: Buffers,
+        semaphores: Semaphores,
         scratch: Scratch,
     ) -> None:
         self.heads = heads
@@ -145,7 +75,7 @@ class _Kernel:
 
     # ---- scalars
 
-    def item(self, work: jax.Array) -> _Item:
+    def item(self, work: jax.Array) -> Item:
         s = self.scalars
         sequence = s.work_sequence[work]
         row = s.work_row[work]
@@ -158,11 +88,12 @@ class _Kernel:
         kv_len = s.kv_lens[sequence]
         first_page = jnp.int32(0)
         if self.window is not None:
-            # Rows of the tile stand at kv_len + their block row, tree nodes nowhere before num_causal.
+            # Rows of the tile stand at kv_len + their block row, tree nodes nowhere before
+            # num_causal.
             nearest = kv_len + jnp.minimum(first_row, num_causal)
             first_page = jnp.maximum(nearest - (self.window - 1), 0) // self.page_size
         num_keys = jnp.maximum(kv_len - first_page * self.page_size, 0)
-        return _Item(
+        return Item(
             sequence=sequence,
             q_start=q_start,
             num_rows=num_rows,
@@ -176,19 +107,19 @@ class _Kernel:
             num_keys=num_keys,
         )
 
-    def num_blocks(self, item: _Item) -> jax.Array:
+    def num_blocks(self, item: Item) -> jax.Array:
         return (item.num_keys + (self.blocks.keys - 1)) // self.blocks.keys
 
     # ---- copies
 
-    def table_copy(self, item: _Item, half: jax.Array) -> Any:
+    def table_copy(self, item: Item, half: jax.Array) -> Any:
         return pltpu.make_async_copy(
             self.hbm.page_table.at[item.sequence],
             self.buffers.table.at[half],
             self.semaphores.table.at[half],
         )
 
-    def input_copies(self, item: _Item, half: jax.Array) -> list[Any]:
+    def input_copies(self, item: Item, half: jax.Array) -> list[Any]:
         rows = pl.ds(item.q_start, item.num_rows)
         kept = pl.ds(0, item.num_rows)
         b, s = self.buffers, self.semaphores
@@ -198,13 +129,13 @@ class _Kernel:
             self.piece_copy(item, jnp.int32(0), b.first.at[half], s.first.at[half]),
         ]
 
-    def piece_copy(self, item: _Item, piece: jax.Array, target: Ref, semaphore: Ref) -> Any:
+    def piece_copy(self, item: Item, piece: jax.Array, target: Ref, semaphore: Ref) -> Any:
         start = pl.multiple_of(item.block_base + piece * BLOCK_PIECE, ROW_ALIGN)
         return pltpu.make_async_copy(
             self.hbm.block.at[:, pl.ds(start, BLOCK_PIECE)], target, semaphore
         )
 
-    def out_copy(self, item: _Item, half: jax.Array) -> Any:
+    def out_copy(self, item: Item, half: jax.Array) -> Any:
         return pltpu.make_async_copy(
             self.buffers.out.at[half, pl.ds(0, item.num_rows)],
             self.hbm.out.at[pl.ds(item.q_start, item.num_rows)],
@@ -221,13 +152,13 @@ class _Kernel:
             self.semaphores.kv.at[slot],
         )
 
-    def block_pages(self, item: _Item, block: jax.Array) -> jax.Array:
+    def block_pages(self, item: Item, block: jax.Array) -> jax.Array:
         """Pages of the item's KV block that hold prefix tokens."""
         left = item.num_keys - block * self.blocks.keys
         pages = (left + (self.page_size - 1)) // self.page_size
         return jnp.minimum(pages, self.pages_per_block)
 
-    def fetch(self, item: _Item, half: jax.Array, block: jax.Array, slot: jax.Array) -> None:
+    def fetch(self, item: Item, half: jax.Array, block: jax.Array, slot: jax.Array) -> None:
         """Starts the DMAs of one KV block; its page table row is in `table[half]`."""
         base = item.first_page + block * self.pages_per_block
         num_pages = self.block_pages(item, block)
@@ -247,7 +178,8 @@ class _Kernel:
 
     def await_whole(self, slot: jax.Array) -> None:
         whole = self.buffers.kv.at[slot]
-        pltpu.make_async_copy(whole, whole, self.semaphores.kv.at[slot]).wait()
+        copy: Any = pltpu.make_async_copy(whole, whole, self.semaphores.kv.at[slot])
+        copy.wait()
 
     def await_pages(self, num_pages: jax.Array, slot: jax.Array) -> None:
         def wait(index: jax.Array, _: None) -> None:
@@ -287,9 +219,7 @@ class _Kernel:
         def _padding() -> None:
             self.clear_padding()
 
-    def step(
-        self, begin: jax.Array, end: jax.Array, work: jax.Array, slot: jax.Array
-    ) -> jax.Array:
+    def step(self, begin: jax.Array, end: jax.Array, work: jax.Array, slot: jax.Array) -> jax.Array:
         """One work item; its first KV block is arriving in `slot`. Returns the next item's slot."""
         item, half = self.item(work), work % 2
         following = jnp.minimum(work + 1, end - 1)
@@ -331,11 +261,12 @@ class _Kernel:
         return (slot + self.num_blocks(item)) % 2
 
     def attend_tile(
-        self, item: _Item, half: jax.Array, slot: jax.Array, tile: int, prefetch: Any
+        self, item: Item, half: jax.Array, slot: jax.Array, tile: int, prefetch: Any
     ) -> None:
         heads, scratch = self.heads, self.scratch
         self.load_queries(half, tile)
-        bits = self.buffers.bits[half, :tile, 0, :]
+        num_words = self.buffers.bits.shape[2]
+        bits = [self.buffers.bits[half, :tile, word, :] for word in range(num_words)]
         self.attend_block(item, half, bits, tile)
         num_blocks = self.num_blocks(item)
 
@@ -368,7 +299,7 @@ class _Kernel:
                 scratch,
                 rows=tile * heads.group,
                 keys=self.blocks.keys,
-                load=lambda h: keys_and_values(heads, self.buffers.kv[at, h]),
+                load=lambda h: self.whole_rows(at, h),
                 bias=bias,
                 seed=False,
             )
@@ -385,8 +316,12 @@ class _Kernel:
 
         self.store_output(half, tile)
 
+    def whole_rows(self, at: jax.Array, h: int) -> tuple[jax.Array, jax.Array]:
+        """K and V of head h in the KV block that has arrived in slot `at`."""
+        return keys_and_values(self.heads, self.buffers.kv[at, h])
+
     def attend_rest(
-        self, item: _Item, at: jax.Array, base: jax.Array, lowest: jax.Array | None, tile: int
+        self, item: Item, at: jax.Array, base: jax.Array, lowest: jax.Array | None, tile: int
     ) -> None:
         """The last, partial KV block: `base` is its first key, counted from the first page's."""
         heads, size = self.heads, self.blocks.piece
@@ -417,7 +352,7 @@ class _Kernel:
     # ---- masks
 
     def prefix_bias(
-        self, item: _Item, base: jax.Array, keys: int, lowest: jax.Array | None
+        self, item: Item, base: jax.Array, keys: int, lowest: jax.Array | None
     ) -> jax.Array:
         """[1 or rows, keys]: keys before the end of the prefix and within the rows' windows."""
         key = base + lax.broadcasted_iota(jnp.int32, (1, keys), 1)
@@ -426,17 +361,21 @@ class _Kernel:
             visible = visible & (key >= lowest)
         return jnp.where(visible, 0.0, MASKED).astype(jnp.float32)
 
-    def lowest_keys(self, item: _Item, bits: jax.Array, tile: int) -> jax.Array | None:
+    def lowest_keys(self, item: Item, bits: list[jax.Array], tile: int) -> jax.Array | None:
         """[rows, 1]: the first prefix key of each row's window, counted from the first page's."""
         if self.window is None:
             return None
         row = item.first_row + lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
-        depth = jnp.sum(lax.population_count(bits).astype(jnp.int32), axis=1, keepdims=True)
+        depth = jnp.zeros((tile, 1), jnp.int32)
+        for column in bits:
+            depth = depth + lax.population_count(column[:, :1]).astype(jnp.int32)
         offset = jnp.where(row < item.num_causal, row, item.num_causal - 1 + depth)
         lowest = item.kv_len + offset - (self.window - 1) - item.first_page * self.page_size
         return jnp.concatenate([lowest] * self.heads.group, axis=0)
 
-    def block_bias(self, item: _Item, bits: jax.Array, piece: jax.Array, tile: int) -> jax.Array:
+    def block_bias(
+        self, item: Item, bits: list[jax.Array], piece: jax.Array, tile: int
+    ) -> jax.Array:
         """[rows, 128]: which keys of a piece of the block each row sees."""
         row = item.first_row + lax.broadcasted_iota(jnp.int32, (tile, BLOCK_PIECE), 0)
         lane = lax.broadcasted_iota(jnp.int32, (tile, BLOCK_PIECE), 1)
@@ -444,8 +383,8 @@ class _Kernel:
         causal = (key >= 0) & (key <= row) & ((row < item.num_causal) | (key < item.num_causal))
         node = key - item.num_causal
         named = jnp.zeros((tile, BLOCK_PIECE), jnp.int32)
-        for word in range(bits.shape[1]):
-            bit = lax.bitcast_convert_type(bits[:, word : word + 1], jnp.int32) >> (node & 31)
+        for word, column in enumerate(bits):
+            bit = lax.bitcast_convert_type(column, jnp.int32) >> (node & 31)
             named = jnp.where((node >> 5) == word, bit & 1, named)
         visible = causal | ((row >= item.num_causal) & (named == 1))
         if self.window is not None:
@@ -454,7 +393,7 @@ class _Kernel:
         return jnp.concatenate([bias] * self.heads.group, axis=0)
 
     def block_window(
-        self, item: _Item, bits: jax.Array, key: jax.Array, node: jax.Array, tile: int
+        self, item: Item, bits: list[jax.Array], key: jax.Array, node: jax.Array, tile: int
     ) -> jax.Array:
         """[tile, 128]: block keys less than `window` positions before the row.
 
@@ -463,9 +402,8 @@ class _Kernel:
         assert self.window is not None
         row = item.first_row + lax.broadcasted_iota(jnp.int32, (tile, BLOCK_PIECE), 0)
         behind = jnp.zeros((tile, BLOCK_PIECE), jnp.int32)
-        for word in range(bits.shape[1]):
+        for word, column in enumerate(bits):
             shift = jnp.clip(node + 1 - 32 * word, 0, 32)  # bits of this word up to the key
-            column = jnp.broadcast_to(bits[:, word : word + 1], (tile, BLOCK_PIECE))
             above = jnp.where(
                 shift < 32, column >> jnp.minimum(shift, 31).astype(jnp.uint32), jnp.uint32(0)
             )
@@ -475,14 +413,14 @@ class _Kernel:
 
     # ---- the block, queries, output
 
-    def attend_block(self, item: _Item, half: jax.Array, bits: jax.Array, tile: int) -> None:
+    def attend_block(self, item: Item, half: jax.Array, bits: list[jax.Array], tile: int) -> None:
         """The sequence's own rows; the first piece seeds maximum and sum."""
         b, s = self.buffers, self.semaphores
         extent = item.block_shift + item.first_row + item.num_rows  # rows up to the tile's last
         num_pieces = (extent + (BLOCK_PIECE - 1)) // BLOCK_PIECE
 
         @pl.when(num_pieces > 1)
-        def _() -> None:
+        def _second() -> None:
             self.piece_copy(item, jnp.int32(1), b.later.at[1], s.later.at[1]).start()
 
         self.attend_piece(item, bits, jnp.int32(0), b.first.at[half], tile, seed=True)
@@ -491,7 +429,7 @@ class _Kernel:
             at = piece % 2
 
             @pl.when(piece + 1 < num_pieces)
-            def _() -> None:
+            def _next() -> None:
                 self.piece_copy(item, piece + 1, b.later.at[1 - at], s.later.at[1 - at]).start()
 
             self.piece_copy(item, piece, b.later.at[at], s.later.at[at]).wait()
@@ -500,7 +438,14 @@ class _Kernel:
         lax.fori_loop(1, num_pieces, further, None)
 
     def attend_piece(
-        self, item: _Item, bits: jax.Array, piece: jax.Array, source: Ref, tile: int, *, seed: bool
+        self,
+        item: Item,
+        bits: list[jax.Array],
+        piece: jax.Array,
+        source: Ref,
+        tile: int,
+        *,
+        seed: bool,
     ) -> None:
         heads = self.heads
         row = lax.broadcasted_iota(jnp.int32, (BLOCK_PIECE, heads.row_width), 0)
@@ -543,7 +488,9 @@ class _Kernel:
         self.buffers.out[half, :tile] = token_major.astype(heads.dtype)
 
     def clear_padding(self) -> None:
-        """Zeros in the output rows that belong to no sequence. All output DMAs have been awaited."""
+        """Zeros in the output rows that belong to no sequence. All output DMAs have been
+        awaited.
+        """
         tile, total = self.blocks.tile, self.hbm.out.shape[0]
         begin = self.scalars.q_starts[self.scalars.q_starts.shape[0] - 1]
         self.buffers.out[0] = jnp.zeros(self.buffers.out.shape[1:], self.buffers.out.dtype)
@@ -551,7 +498,7 @@ class _Kernel:
         def clear(index: jax.Array, _: None) -> None:
             start = begin + index * tile
             size = jnp.minimum(total - start, tile)
-            copy = pltpu.make_async_copy(
+            copy: Any = pltpu.make_async_copy(
                 self.buffers.out.at[0, pl.ds(0, size)],
                 self.hbm.out.at[pl.ds(start, size)],
                 self.semaphores.out.at[0],
@@ -563,24 +510,26 @@ class _Kernel:
 
 
 def _body(*refs: Ref, heads: Heads, blocks: Blocks, window: int | None, page_size: int) -> None:
-    """Refs in the order of `_Prefetched`, `_Hbm`, `_Buffers`, `Scratch`, `_Semaphores`."""
-    scalars, refs = _Prefetched(*refs[:9]), refs[9:]
-    hbm, refs = _Hbm(*refs[:6]), refs[6:]
-    buffers, refs = _Buffers(*refs[:7]), refs[7:]
+    """Refs in the order of `Prefetched`, `Hbm`, `Buffers`, `Scratch`, `Semaphores`."""
+    scalars, refs = Prefetched(*refs[:9]), refs[9:]
+    hbm, refs = Hbm(*refs[:6]), refs[6:]
+    buffers, refs = Buffers(*refs[:7]), refs[7:]
     scratch, refs = Scratch(*refs[:7]), refs[7:]
     kernel = _Kernel(
-        heads, blocks, window, page_size, scalars, hbm, buffers, _Semaphores(*refs), scratch
+        heads, blocks, window, page_size, scalars, hbm, buffers, Semaphores(*refs), scratch
     )
     kernel.run(pl.program_id(0))
 
 
-def _scratch_shapes(heads: Heads, blocks: Blocks, num_words: int, pages_per_sequence: int) -> list[Any]:
+def _scratch_shapes(
+    heads: Heads, blocks: Blocks, num_words: int, pages_per_sequence: int
+) -> list[Any]:
     rows, tile, width = blocks.tile * heads.group, blocks.tile, heads.row_width
     kv, f32 = heads.kv_heads, jnp.float32
     buffers = [
         pltpu.SMEM((2, 1, pages_per_sequence), jnp.int32),
         pltpu.VMEM((2, tile, heads.q_heads, heads.head_dim), heads.dtype),
-        pltpu.VMEM((2, tile, 1, num_words), jnp.uint32),
+        pltpu.VMEM((2, tile, num_words, LANES), jnp.uint32),
         pltpu.VMEM((2, kv, BLOCK_PIECE, width), heads.dtype),
         pltpu.VMEM((2, kv, BLOCK_PIECE, width), heads.dtype),
         pltpu.VMEM((2, kv, blocks.keys, width), heads.dtype),
@@ -642,39 +591,41 @@ def tree_attention_pallas(
     work = plan_work(
         q_starts, kv_lens, num_rows=num_rows, tile=blocks.tile, num_cores=blocks.num_cores
     )
-    # Head-major block rows: a DMA then starts at a whole tile of rows and masks do the rest. One more
-    # piece behind the end, so that every piece may be read whole.
+    # Head-major block rows: a DMA then starts at a whole tile of rows and masks do the rest. One
+    # more piece behind the end, so that every piece may be read whole.
     total = (-(-block_kv.shape[0] // BLOCK_PIECE) + 1) * BLOCK_PIECE
     head_major = jnp.swapaxes(block_kv, 0, 1)
     head_major = jnp.pad(head_major, ((0, 0), (0, total - block_kv.shape[0]), (0, 0)))
-    bits = ancestors[:, None, :]
+    # Every word over all lanes: in HBM a row of one word takes 512 bytes anyway, and spreading it
+    # in the kernel would occupy the cross-lane units.
+    bits = jnp.broadcast_to(ancestors[:, :, None], (*ancestors.shape, LANES))
     if not interpret:
-        # XLA would keep such small arrays in VMEM, where the kernel's copies become loops of loads and
-        # stores that nothing overlaps.
+        # XLA would keep such small arrays in VMEM, where the kernel's copies become loops of loads
+        # and stores that nothing overlaps.
         q, bits, head_major = (
             pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (q, bits, head_major)
         )
     call = pl.pallas_call(
         functools.partial(_body, heads=heads, blocks=blocks, window=window, page_size=page_size),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),  # type: ignore[no-untyped-call]
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=9,
             grid=(blocks.num_cores,),
             in_specs=[pl.BlockSpec(memory_space=pltpu.HBM) for _ in range(5)],
             out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
-            scratch_shapes=_scratch_shapes(
-                heads, blocks, ancestors.shape[1], page_table.shape[1]
-            ),
+            scratch_shapes=_scratch_shapes(heads, blocks, ancestors.shape[1], page_table.shape[1]),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel" if blocks.num_cores > 1 else "arbitrary",),
             vmem_limit_bytes=blocks.vmem_limit_bytes,
-            disable_bounds_checks=True,  # indices are validated by the host; the checks fence DMA issue
+            # The host validates what it sends; the checks would keep DMAs from being issued in
+            # parallel to anything.
+            disable_bounds_checks=True,
         ),
         interpret=interpret,
         name="tree_attention",
     )
-    return call(
+    out: jax.Array = call(
         jnp.reshape(layer, (1,)).astype(jnp.int32),
         kv_lens,
         q_starts,
@@ -690,3 +641,4 @@ def tree_attention_pallas(
         head_major,
         pages,
     )
+    return out

@@ -1,6 +1,7 @@
 """The list of query tiles that one call of the tree attention kernel walks.
 
-Computed by XLA from the step's lengths: it does not depend on the layer, so it is computed once a step.
+Computed by XLA from the step's lengths: it does not depend on the layer, so it is computed once a
+step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def plan_work(
 ) -> Work:
     """Cuts every sequence's q rows into tiles and shares the tiles out over the cores.
 
-    `q_starts` int32 [B+1], `kv_lens` int32 [B]. Cores get consecutive tiles of about equal KV tokens.
+    `q_starts` int32 [B+1], `kv_lens` int32 [B]. Cores get consecutive tiles of about equal KV
+    tokens.
     """
     num_sequences = kv_lens.shape[0]
     tiles = (q_starts[1:] - q_starts[:-1] + (tile - 1)) // tile  # [B]
@@ -44,7 +46,8 @@ def plan_work(
     total = ends[-1:]
     if num_cores == 1:
         return Work(sequence, row, jnp.concatenate([jnp.zeros_like(total), total]))
-    # A tile costs its prefix, and a constant that keeps empty prefixes from all falling on one core.
+    # A tile costs its prefix, and a constant that keeps empty prefixes from all falling on one
+    # core.
     cost = jnp.where(index < total, kv_lens[sequence] + 4 * tile, 0).astype(jnp.float32)
     share = jnp.cumsum(cost) / jnp.maximum(jnp.sum(cost), 1.0)  # inclusive
     cuts = [

@@ -2,9 +2,9 @@
 bucketed.
 
 One loop walks over the rows in query tiles, none across two sequences; each tile loops over its
-rows, then over its prefix, gathered from pages a few at a time, with a running softmax in float32.
-Trip counts are dynamic, so neither batch nor context has a compiled width, and a row's sums run
-over the same key blocks whatever else is in the batch.
+own block, then over its prefix, gathered from pages a few at a time, with a running softmax in
+float32. Trip counts are dynamic, so neither batch nor context has a compiled width, and a row's
+sums run over the same key blocks whatever else is in the batch.
 
 A tile's size is chosen at run time among `TILES`: one row for a root alone, 16 for a tree, 128 for
 prefill. Measured on two CPU cores at SmolLM2's shape (9 query heads, 3 KV heads, head_dim 64, 30

@@ -21,10 +21,10 @@ class Family(Protocol):
     def tensor_name(self, path: tuple[str, ...]) -> str: ...
 
 
-FAMILIES: tuple[Family, ...] = (llama,)
+FAMILIES: dict[str, Family] = {"llama": llama}
+"""By `TargetConfig.family`."""
 
-_BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.ARCHITECTURES}
-_BY_NAME = {family.__name__.rsplit(".", 1)[-1]: family for family in (llama,)}
+_BY_ARCHITECTURE = {name: f for f in FAMILIES.values() for name in f.ARCHITECTURES}
 
 
 def family_of(raw: Mapping[str, Any], where: Path) -> Family:
@@ -42,4 +42,4 @@ def family_of(raw: Mapping[str, Any], where: Path) -> Family:
 
 def family_named(name: str) -> Family:
     """The family of a `TargetConfig.family`."""
-    return _BY_NAME[name]
+    return FAMILIES[name]

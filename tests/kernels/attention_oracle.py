@@ -23,7 +23,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Sequence:
-    """`num_causal` rows in a chain, then `num_nodes` tree rows; the first `skipped` rows have no query."""
+    """`num_causal` rows in a chain, then `num_nodes` tree rows; the first `skipped` rows have no
+    query.
+    """
 
     kv_len: int
     num_causal: int
@@ -40,7 +42,9 @@ class Sequence:
 
 
 def random_parents(rng: np.random.Generator, sequence: Sequence) -> np.ndarray:
-    """Chains, bushes and all between: each node under any earlier row from the last causal one on."""
+    """Chains, bushes and all between: each node under any earlier row from the last causal one
+    on.
+    """
     parents = np.arange(sequence.block_len) - 1
     for row in range(max(sequence.num_causal, 1), sequence.block_len):
         parents[row] = rng.integers(max(sequence.num_causal - 1, 0), row)
@@ -58,24 +62,32 @@ def make_step(
     num_words: int = 1,
     num_layers: int = 2,
     layer: int = 1,
-    spare_rows: int = 3,
+    num_rows: int = 0,
+    num_pages: int = 0,
+    pages_per_sequence: int = 0,
     window: int | None = None,
     dtype: Any = np.float32,
 ) -> Step:
-    """Random normal arrays; every slot that no query may read is NaN."""
-    pages_per_sequence = max(1, max(-(-s.kv_len // page_size) for s in sequences)) + 1
-    num_pages = sum(-(-s.kv_len // page_size) for s in sequences) + 2
+    """Random normal arrays; every slot that no query may read is NaN.
+
+    `num_rows` (of q and block), `num_pages` and `pages_per_sequence`: at least so many, so that
+    steps of one test share a compiled kernel.
+    """
+    longest = max(-(-s.kv_len // page_size) for s in sequences)
+    pages_per_sequence = max(pages_per_sequence, longest + 1)
+    num_pages = max(num_pages, sum(-(-s.kv_len // page_size) for s in sequences) + 2)
     free = list(rng.permutation(np.arange(1, num_pages)))
     nan = np.nan
     pages = np.full((num_layers, num_pages, kv_heads, page_size, 2 * head_dim), nan, np.float32)
     table = np.zeros((len(sequences), pages_per_sequence), np.int32)  # page 0 is all NaN
     total_q = sum(s.num_rows for s in sequences)
     total_k = sum(s.block_len for s in sequences)
-    q = np.full((total_q + spare_rows, kv_heads * group, head_dim), nan, np.float32)
-    block = np.full((total_k + spare_rows, kv_heads, 2 * head_dim), nan, np.float32)
+    q_rows, block_rows = max(num_rows, total_q + 3), max(num_rows, total_k + 3)
+    q = np.full((q_rows, kv_heads * group, head_dim), nan, np.float32)
+    block = np.full((block_rows, kv_heads, 2 * head_dim), nan, np.float32)
     q[:total_q] = rng.standard_normal((total_q, kv_heads * group, head_dim))
     block[:total_k] = rng.standard_normal((total_k, kv_heads, 2 * head_dim))
-    bits = np.zeros((total_q + spare_rows, num_words), np.uint32)
+    bits = np.zeros((q_rows, num_words), np.uint32)
     all_parents = []
     row = 0
     for index, sequence in enumerate(sequences):
@@ -123,7 +135,10 @@ def oracle(step: Step) -> np.ndarray:
             pages[a["page_table"][index, p // page_size], :, p % page_size] for p in range(kv_len)
         ]
         begin, end = a["block_starts"][index : index + 2]
-        rows = [*prefix, *a["block_kv"][begin:end].astype(np.float64)]  # each [kv_heads, 2*head_dim]
+        rows = [
+            *prefix,
+            *a["block_kv"][begin:end].astype(np.float64),
+        ]  # each [kv_heads, 2*head_dim]
         depth = np.zeros(len(parents), int)
         for local, parent in enumerate(parents):
             depth[local] = depth[parent] + 1 if parent >= 0 else 0
@@ -135,7 +150,9 @@ def oracle(step: Step) -> np.ndarray:
             while walk >= 0:
                 seen[kv_len + walk] = kv_len + depth[walk]
                 walk = int(parents[walk])
-            keys = [k for k, at in seen.items() if step.window is None or position - at < step.window]
+            keys = [
+                k for k, at in seen.items() if step.window is None or position - at < step.window
+            ]
             kv = np.stack([rows[k] for k in keys])  # [n, kv_heads, 2*head_dim]
             for head in range(q.shape[1]):
                 scores = kv[:, head // group, :head_dim] @ q[row, head] * step.scale

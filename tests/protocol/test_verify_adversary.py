@@ -17,7 +17,14 @@ from verify_toy import VOCAB, ToyEngine, continuation
 
 from common.types import DraftTree, ErrorCode, SamplingParams
 from verify_service.commands import (
-    NO_ROUND, Attach, Close, Command, Open, ReplayFeatures, Rollback, VerifyTree,
+    NO_ROUND,
+    Attach,
+    Close,
+    Command,
+    Open,
+    ReplayFeatures,
+    Rollback,
+    VerifyTree,
 )  # fmt: skip
 from verify_service.events import Event, Failed, RoundDone, StateReport
 from verify_service.limits import VerifyLimits

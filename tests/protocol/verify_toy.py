@@ -1,7 +1,7 @@
 """A deterministic stand-in for the device, for tests of the state machine only.
 
-Its "KV rows" are the tokens themselves, kept in pages. It reads a sequence's prefix from the pages it is
-given, so that a page handed to two sequences, or freed too early, shows as a wrong token.
+Its "KV rows" are the tokens themselves, kept in pages. It reads a sequence's prefix from the pages
+it is given, so that a page handed to two sequences, or freed too early, shows as a wrong token.
 """
 
 from __future__ import annotations

@@ -31,18 +31,22 @@ MAY_TOUCH_THE_WIRE = {
     "common": {"server"},
     "kernels": set(),
     "models": set(),
-    "draft_service": {"codec", "service"},
-    "verify_service": {"codec", "service"},
+    # assembly makes the one message that says who the service is; main registers the servicer.
+    "draft_service": {"codec", "service", "assembly", "main"},
+    "verify_service": {"codec", "service", "assembly", "main"},
     "router": {
         "api",
         "codec",
         "core",
+        "draft_link",
         "handshake",
         "links",
-        "main",
         "requests",
+        "responses",
+        "service",
         "session",
         "status",
+        "verify_link",
     },
 }
 """Servicers, codecs and the server under them; in the router also what joins both of its sides.

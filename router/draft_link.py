@@ -1,0 +1,103 @@
+"""The link to the draft: commands and events, and features within the credit that it grants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc.aio
+
+from canopy.v1 import draft_pb2, draft_pb2_grpc, types_pb2
+from router.codec import num_data_bytes
+from router.links import CALL_TIMEOUT_SECONDS, Link, LinkListener, Metadata, Misfit, write
+
+MAX_FEATURE_FRAME_BYTES = 1 << 20
+
+
+class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
+    """`info`: of the last draft that fitted. `check`: the mismatch in words, or None.
+
+    `on_features_gone`: told how many feature bytes have left the router, sent or dropped.
+    """
+
+    role = "draft"
+    service = "canopy.v1.DraftService"
+    stream_path = "/canopy.v1.DraftService/Draft"
+    response_type = draft_pb2.DraftResponse
+
+    def __init__(
+        self,
+        address: str,
+        max_message_bytes: int,
+        listener: LinkListener[draft_pb2.DraftEvent],
+        check: Callable[[draft_pb2.GetDraftInfoResponse], str | None],
+        on_features_gone: Callable[[int], None],
+    ) -> None:
+        super().__init__(address, max_message_bytes, listener)
+        self.info: draft_pb2.GetDraftInfoResponse | None = None
+        self.num_feature_bytes = 0
+        self._check, self._on_features_gone = check, on_features_gone
+        self._blocks: deque[types_pb2.FeatureBlock] = deque()
+        self._credit_bytes = 0
+        self._changed = asyncio.Event()
+
+    def send_features(self, block: types_pb2.FeatureBlock) -> None:
+        """Queued until the draft has credit; the verify link's credit bounds the queue."""
+        if self.peer.linked:
+            self._blocks.append(block)
+            self._changed.set()
+        else:
+            self._on_features_gone(num_data_bytes(block))
+
+    async def _meet(self, channel: grpc.aio.Channel) -> None:
+        stub = draft_pb2_grpc.DraftServiceStub(channel)
+        info = await stub.GetDraftInfo(
+            draft_pb2.GetDraftInfoRequest(), timeout=CALL_TIMEOUT_SECONDS
+        )
+        if (mismatch := self._check(info)) is not None:
+            raise Misfit(mismatch)
+        self.info = info
+
+    def _frame(self, commands: list[draft_pb2.DraftCommand]) -> draft_pb2.DraftRequest:
+        return draft_pb2.DraftRequest(commands=commands)
+
+    def _feature_work(
+        self, channel: grpc.aio.Channel, metadata: Metadata
+    ) -> list[Coroutine[Any, Any, None]]:
+        call = draft_pb2_grpc.DraftServiceStub(channel).SendFeatures(metadata=metadata)
+        self._credit_bytes, self._changed = 0, asyncio.Event()
+        return [self._take_credit(call), self._send_blocks(call)]
+
+    async def _take_credit(self, call: Any) -> None:
+        async for response in call:
+            self._credit_bytes += response.credit_bytes
+            self._changed.set()
+
+    async def _send_blocks(self, call: Any) -> None:
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                while batch := self._next_blocks():
+                    num_bytes = sum(map(num_data_bytes, batch))
+                    self._credit_bytes -= num_bytes
+                    try:
+                        await write(call, draft_pb2.SendFeaturesRequest(blocks=batch))
+                    finally:
+                        self.num_feature_bytes += num_bytes
+                        self._on_features_gone(num_bytes)
+        finally:
+            dropped = sum(map(num_data_bytes, self._blocks))
+            self._blocks.clear()
+            self._on_features_gone(dropped)
+
+    def _next_blocks(self) -> list[types_pb2.FeatureBlock]:
+        """Blocks of one message: within the credit and 1 MiB in all, at least one."""
+        batch: list[types_pb2.FeatureBlock] = []
+        room = min(self._credit_bytes, MAX_FEATURE_FRAME_BYTES)
+        while self._blocks and (num_bytes := num_data_bytes(self._blocks[0])) <= room:
+            room -= num_bytes
+            batch.append(self._blocks.popleft())
+        return batch

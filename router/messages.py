@@ -1,0 +1,143 @@
+"""What the router says to verify and draft, and hears from them: plain frozen values.
+
+`codec.py` is where they meet protobuf. Every one names its sequence and the link epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from common.types import ErrorCode, SamplingParams, SequenceState, TreeShape
+from router.trees import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Addressed:
+    sequence_id: bytes
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Command(_Addressed):
+    """`acked_round`: the last round whose answer the router has; None: none yet."""
+
+    acked_round: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOpen(_Command):
+    tokens: Sequence[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: Sequence[int]
+    max_total_tokens: int
+    round: int
+    wants_features: bool
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyAttach(_Command):
+    """`features_from` None: only features of results that are sent again."""
+
+    features_from: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTree(_Command):
+    round: int
+    kv_len: int
+    tree: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback(_Command):
+    """Cuts to `committed_len` tokens; `round` is the next. To either service."""
+
+    committed_len: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close(_Command):
+    """To either service."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOpen(_Command):
+    tokens: Sequence[int]
+    sampling: SamplingParams
+    tree: TreeShape
+    max_total_tokens: int
+    features_from: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAttach(_Command):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class DraftExtend(_Command):
+    round: int
+    base_len: int
+    tokens: Sequence[int]
+
+
+VerifyCommand: TypeAlias = VerifyOpen | VerifyAttach | VerifyTree | Rollback | Close
+DraftCommand: TypeAlias = DraftOpen | DraftAttach | DraftExtend | Rollback | Close
+
+
+@dataclass(frozen=True, slots=True)
+class StateReport(_Addressed):
+    """Answers Open, Attach and Rollback."""
+
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFailed(_Addressed):
+    """A command failed. `epoch` is the command's, `state.epoch` the sequence's."""
+
+    code: ErrorCode
+    message: str
+    round: int
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult(_Addressed):
+    """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus."""
+
+    round: int
+    kv_len: int
+    tokens: Sequence[int]
+    pick_margins: Sequence[float]
+    num_nodes: int
+    accepted_nodes: Sequence[int]
+    step_seconds: float
+    queue_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted(_Addressed):
+    """Verify ran out of pages; the pending round still runs, later."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeReady(_Addressed):
+    round: int
+    committed_len: int
+    tree: Tree
+    step_seconds: float
+    queue_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted(_Addressed):
+    """The draft ran out of pages: it knows the sequence no more."""
+
+
+VerifyEvent: TypeAlias = StateReport | SequenceFailed | RoundResult | Preempted
+DraftEvent: TypeAlias = StateReport | SequenceFailed | TreeReady | Evicted

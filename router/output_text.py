@@ -1,0 +1,29 @@
+"""One generation's text: detokenizer and stop strings in a row, fed with emitted tokens."""
+
+from __future__ import annotations
+
+from router.detokenizer import Detokenizer
+from router.stops import StopStrings
+
+
+class OutputText:
+    """`push` and `finish` return text that is final: never revised, never a broken character."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: StopStrings) -> None:
+        self._detokenizer = detokenizer
+        self._stops = stops
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string before which the text ended."""
+        return self._stops.matched
+
+    def push(self, token_id: int) -> str:
+        return self._stops.push(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """What was held back. Nothing once a stop string has matched."""
+        if self._stops.matched is not None:
+            return ""
+        text = self._stops.push(self._detokenizer.finish())
+        return text if self._stops.matched is not None else text + self._stops.finish()

@@ -1,0 +1,114 @@
+"""The router as a service: its readiness follows its peers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Sequence
+
+import grpc.aio
+
+from canopy.v1 import generation_pb2_grpc
+from common.errors import StartupError
+from common.log import get_logger
+from common.metrics import Metrics
+from common.server import Health
+from router.api import GenerationServicer
+from router.config import RouterConfig
+from router.core import RouterCore
+from router.metrics import RouterMetrics
+from router.tokenizer import ModelTokenizer
+
+_logger = get_logger("router")
+
+
+class RouterService:
+    """The public face. Without verify nothing can be answered; without a draft, everything can."""
+
+    names: Sequence[str] = ("canopy.v1.GenerationService",)
+
+    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
+        """Raises StartupError if the model directory lacks a file."""
+        self._config = config
+        self._tokenizer = ModelTokenizer(config.model)
+        self._metrics = RouterMetrics(metrics)
+        self._health: Health | None = None
+        self._changed = asyncio.Event()
+        self._follower: asyncio.Task[None] | None = None
+        self._core: RouterCore | None = None
+
+    @property
+    def core(self) -> RouterCore:
+        assert self._core is not None
+        return self._core
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Runs on the event loop, so that the core's events belong to it."""
+        self._core = RouterCore(self._config, self._tokenizer, self._metrics, self._changed.set)
+        servicer = GenerationServicer(
+            self._core, self._tokenizer, self._metrics, self._config.max_running
+        )
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+
+    async def start(self, health: Health) -> None:
+        """Returns once verify was met, and the draft, or the wait for it is over.
+
+        Raises StartupError for a peer that does not fit. One that is found not to fit later is left
+        out: without verify the router turns NOT_SERVING, without the draft it goes root-only.
+        """
+        core = self.core
+        core.start()
+        await self._wait_until(lambda: core.verify.peer.ready)
+        draft = core.draft
+        if draft is not None:
+            try:
+                async with asyncio.timeout(self._config.draft_wait_seconds):
+                    await self._wait_until(lambda: draft.peer.ready)
+            except TimeoutError:
+                _logger.warning(
+                    "serving without the draft", peer=draft.peer.address, reason=draft.peer.reason
+                )
+        self._follower = asyncio.create_task(self._follow(health))
+        _collect_seldom()
+
+    async def drain(self, grace_seconds: float) -> None:
+        await self._stop_following()
+        await self.core.drain()
+
+    async def stop(self) -> None:
+        await self._stop_following()
+        if self._core is not None:
+            await self._core.stop()
+
+    async def _wait_until(self, is_met: Callable[[], bool]) -> None:
+        while not is_met():
+            for peer in self.core.peers:
+                if peer.misfit:
+                    raise StartupError(f"{peer.role}: {peer.address} does not fit: {peer.reason}")
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _follow(self, health: Health) -> None:
+        """Health says SERVING exactly while verify is linked and serves."""
+        while True:
+            ready = self.core.verify.peer.ready
+            if ready != health.serving:
+                _logger.info("readiness", serving=ready, reason=self.core.verify.peer.reason)
+                await health.set_serving(ready)
+            await self._changed.wait()
+            self._changed.clear()
+
+    async def _stop_following(self) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
+            self._follower = None
+
+
+def _collect_seldom() -> None:
+    """What is here now stays: the collector need not look at it again. Rounds leave no cycles, so
+    that it may come by seldom; its default is every few rounds, for milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

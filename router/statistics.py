@@ -1,0 +1,107 @@
+"""What a generation's rounds came to: counts by depth and length, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.messages import RoundResult
+
+
+def _count(counts: list[int], start: int, end: int) -> None:
+    """Adds one at each place of [start, end), growing the list."""
+    if end > len(counts):
+        counts.extend([0] * (end - len(counts)))
+    for index in range(start, end):
+        counts[index] += 1
+
+
+@dataclass(slots=True)
+class RoundStatistics:
+    """Counts over rounds; the fields are those of `canopy.v1.SpeculationStats`.
+
+    The first round rides on the prefill and never has a tree: `acceptance_length` leaves it out.
+    """
+
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_emitted: int = 0
+    num_drafted_per_depth: list[int] = field(default_factory=list)
+    num_accepted_per_depth: list[int] = field(default_factory=list)
+    num_emitted_histogram: list[int] = field(default_factory=list)
+    num_rollbacks: int = 0
+    num_root_only_rounds: int = 0
+    num_emitted_first: int = 0
+
+    def add_round(self, depths: Sequence[int], result: RoundResult, wanted_tree: bool) -> None:
+        """`depths`: of the tree that was sent; [0]: the root alone.
+
+        `wanted_tree`: this round could have had a tree, had the draft delivered one.
+        """
+        num_emitted = len(result.tokens)
+        if self.num_rounds == 0:
+            self.num_emitted_first = num_emitted
+        self.num_rounds += 1
+        self.num_emitted += num_emitted
+        self.num_accepted += num_emitted - 1
+        _count(self.num_emitted_histogram, num_emitted - 1, num_emitted)
+        if len(depths) == 1:
+            self.num_root_only_rounds += wanted_tree
+            return
+        used = depths[: result.num_nodes] or (0,)
+        self.num_drafted += len(used) - 1
+        _count(self.num_drafted_per_depth, 0, max(used))
+        _count(self.num_accepted_per_depth, 0, num_emitted - 1)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean `num_emitted` of the rounds after the first; 0 if there were none."""
+        if self.num_rounds < 2:
+            return 0.0
+        return (self.num_emitted - self.num_emitted_first) / (self.num_rounds - 1)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where a generation's seconds went. Shares are kept as they happen; the rest is the router's.
+
+    A wait for a service splits into what the service says it took (queue and step) and transport.
+    """
+
+    started: float
+    first_token: float | None = None
+    last_token: float | None = None
+    queue_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    transport_seconds: float = 0.0
+
+    def add_draft(self, waited: float, reported: float) -> None:
+        spent = min(waited, reported)
+        self.draft_seconds += spent
+        self.transport_seconds += waited - spent
+
+    def add_verify(self, waited: float, reported: float) -> None:
+        spent = min(waited, reported)
+        self.verify_seconds += spent
+        self.transport_seconds += waited - spent
+
+    def add_tokens(self, now: float) -> None:
+        if self.first_token is None:
+            self.first_token = now
+        self.last_token = now
+
+    def router_seconds(self, now: float) -> float:
+        others = self.draft_seconds + self.verify_seconds + self.transport_seconds
+        return max(0.0, now - self.started - others)
+
+    @property
+    def time_to_first_token_seconds(self) -> float:
+        return 0.0 if self.first_token is None else self.first_token - self.started
+
+    @property
+    def decode_seconds(self) -> float:
+        if self.first_token is None or self.last_token is None:
+            return 0.0
+        return self.last_token - self.first_token

@@ -1,0 +1,79 @@
+"""The whole verify step, compiled for TPU with the Pallas attention inside: pages stay in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("libtpu", reason="the compiler for TPU; pip install '.[tpu]'")
+
+from benchmarks.aot import Argument, compile_for_chip
+from kernels.backend import Backend
+from kernels.chips import CHIPS
+from kernels.kv_layout import pages_bytes, pages_shape
+from models.config import TargetConfig
+from models.rope import RopeConfig
+from models.target import parameter_shapes, unflatten
+from verify_service.batch import Bucket
+from verify_service.engine import DeviceEngine, EngineConfig
+
+pytestmark = pytest.mark.aot
+
+SMOLLM2 = TargetConfig(
+    family="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    num_layers=4,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    mlp_size=1536,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=1e5),
+    tied_embeddings=True,
+    max_positions=8192,
+    windows=(None,) * 4,
+    dtype=np.dtype(jnp.bfloat16),
+    boundaries=(1, 2, 3),
+)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_verify_step_copies_neither_pages_nor_sorts_a_vocabulary(chip: str) -> None:
+    config = EngineConfig(
+        num_pages=512,
+        page_size=128,
+        max_sequences=4,
+        max_context_len=8192,
+        max_tree_nodes=16,
+        max_depth=8,
+        backend=Backend.PALLAS,
+        chip=CHIPS[chip],
+    )
+    bucket = Bucket(64, 64)
+    engine = object.__new__(DeviceEngine)  # without its pages: nothing is allocated here
+    engine.target, engine.config = SMOLLM2, config
+    step: Any = engine._make_step(bucket)
+    shapes = parameter_shapes(SMOLLM2)
+    shape = pages_shape(num_layers=4, num_pages=512, kv_heads=3, page_size=128, head_dim=64)
+    size = pages_bytes(shape, jnp.bfloat16)
+
+    def run(pages: Any, buffer: Any, *leaves: Any) -> Any:
+        return step(unflatten(dict(zip(shapes, leaves, strict=True))), pages, buffer)
+
+    program = compile_for_chip(
+        chip,
+        run,
+        [
+            Argument(shape, jnp.bfloat16),
+            Argument((config.shape.packing(bucket).size,), jnp.int32),
+            *[Argument(s, jnp.bfloat16) for s in shapes.values()],
+        ],
+        donate=(0,),
+    )
+    assert program.alias_bytes >= size
+    assert program.temp_bytes < size / 4, "pages or weights are copied"
+    assert program.largest_result("sort") < SMOLLM2.vocab_size

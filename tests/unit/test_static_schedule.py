@@ -1,0 +1,63 @@
+"""The schedule parser on a literal dump: loops, alternatives, waiting cycles."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.static_schedule import parse
+
+BUNDLES = """= control target key end
+     0   :  { %s1 = smov.u32 1 }
+   0x1 LB: > { %s2 = sadd.s32 1, %s2 }
+   0x2   : > { %9 = sbr.rel (%p1) target bundleno = 12 (0xc), region = 5 }
+   0x3   : > {}
+   0x4   : > {}
+   0x5   : > {}
+   0x6   : > {}
+   0x7   : > { %a = dma.hbm_to_vmem %x } ;; { %b = dma.hbm_to_vmem %y }
+   0x8   : > { %s2 = sadd.s32 1, %s2 }
+   0x9 PF: > { %a = dma.hbm_to_vmem %x } ;; { %b = dma.hbm_to_vmem %y }
+   0xa LB: >> { %d = dma.done.wait %q }
+   0xb   : >> { %e = vmatmul %q }
+   0xc PF: > { %v = vmatmul %q }
+   0xd   : > { %9 = sbr.rel (!%p1) target bundleno = 1 (0x1), region = 6 }
+   0xe   :  { %s1 = smov.u32 1 }
+"""
+UTILIZATION = """== CAPACTIY:
+MATMUL, SALU
+    4     2
+== UTILIZATION:
+0 1
+0 1
+0 1
+0 0
+0 0
+0 0
+0 0
+0 2
+0 1
+0 2
+0 0
+2 0
+1 0
+0 1
+0 1
+"""
+
+
+def test_a_loop_counts_its_own_cycles_and_the_longest_of_alternative_page_issues() -> None:
+    schedule = parse(BUNDLES, UTILIZATION)
+    (outer,) = schedule.loops(1)
+    # 6 up to the branch's delay slots, 2 that issue pages (not the other one's 1), 2 at the end.
+    assert outer.cycles == 6 + 2 + 2
+    assert outer.issue_cycles == 2
+    assert outer.empty == 4
+    (inner,) = schedule.loops(2)
+    assert (inner.cycles, inner.used["MATMUL"]) == (2, 2)
+    assert schedule.hottest() == inner
+    assert schedule.capacity == {"MATMUL": 4, "SALU": 2}
+
+
+def test_files_of_different_kernels_are_refused() -> None:
+    with pytest.raises(ValueError, match="15 bundles but 14 rows"):
+        parse(BUNDLES, UTILIZATION.rstrip("\n").rsplit("\n", 1)[0])
