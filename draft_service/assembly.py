@@ -13,20 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from canopy.v1 import draft_pb2, types_pb2
 from common.errors import StartupError
 from common.log import get_logger
 from common.tensors import FeatureDtype
 from draft_service.config import DraftConfig
 from draft_service.engine import DeviceEngine, EngineConfig
+from draft_service.info import DraftInfo
 from draft_service.limits import DraftLimits
 from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
-from models.eagle3 import AuxReading, FeatureKind, HeadConfig, HeadOverrides, load_head
+from models.eagle3 import AuxReading, HeadConfig, HeadOverrides, load_head
 from models.errors import ModelError
 from models.identity import Identity, target_identity
 
-PROTOCOL_VERSION = 1
 _logger = get_logger("draft.assembly")
 
 
@@ -34,7 +33,7 @@ _logger = get_logger("draft.assembly")
 class Assembly:
     engine: DeviceEngine
     limits: DraftLimits
-    info: draft_pb2.GetDraftInfoResponse
+    info: DraftInfo
 
 
 def assemble(config: DraftConfig) -> Assembly:
@@ -134,24 +133,15 @@ def _limits(config: DraftConfig, head: HeadConfig) -> DraftLimits:
     )
 
 
-def _info(
-    config: DraftConfig, head: HeadConfig, identity: Identity
-) -> draft_pb2.GetDraftInfoResponse:
-    kinds = {FeatureKind.AUX: "FEATURE_KIND_AUX", FeatureKind.LAST: "FEATURE_KIND_LAST"}
-    dtype = FeatureDtype.of(head.dtype)
-    return draft_pb2.GetDraftInfoResponse(
-        protocol_version=PROTOCOL_VERSION,
+def _info(config: DraftConfig, head: HeadConfig, identity: Identity) -> DraftInfo:
+    return DraftInfo(
         head_name=config.head.resolve().name,
-        target=types_pb2.TargetIdentity(**identity.as_dict()),
-        features=types_pb2.FeatureSpec(
-            kind=kinds[head.feature_kind],
-            boundaries=head.boundaries,
-            dtype=f"FEATURE_DTYPE_{dtype.name}",
-            row_width=head.feature_size,
-        ),
+        target=identity.as_dict(),
+        feature_kind=head.feature_kind.value,
+        boundaries=head.boundaries,
+        feature_dtype=FeatureDtype.of(head.dtype),
+        row_width=head.feature_size,
         max_context_len=config.max_context_tokens,
-        max_tree=types_pb2.TreeShape(
-            max_depth=config.max_depth, top_k=config.top_k, max_nodes=config.max_nodes
-        ),
+        max_tree=config.tree,
         max_sequences=config.max_sequences,
     )

@@ -15,6 +15,7 @@ from common.tensors import FeatureDtype, FeaturePiece, join_piece
 from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState, TreeShape
 from draft_service.commands import NO_ROUND, Attach, Close, Command, Extend, Open, Rollback
 from draft_service.events import Closed, Event, Evicted, Failed, StateReport, TreeReady
+from draft_service.info import PROTOCOL_VERSION, DraftInfo
 
 SEQUENCE_ID_BYTES = 16
 
@@ -56,6 +57,26 @@ def decode_request(
 
 def encode_events(events: Iterable[Event]) -> draft_pb2.DraftResponse:
     return draft_pb2.DraftResponse(events=[_event(event) for event in events])
+
+
+def encode_info(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
+    tree = info.max_tree
+    return draft_pb2.GetDraftInfoResponse(
+        protocol_version=PROTOCOL_VERSION,
+        head_name=info.head_name,
+        target=types_pb2.TargetIdentity(**info.target),
+        features=types_pb2.FeatureSpec(
+            kind=f"FEATURE_KIND_{info.feature_kind.upper()}",
+            boundaries=info.boundaries,
+            dtype=f"FEATURE_DTYPE_{info.feature_dtype.name}",
+            row_width=info.row_width,
+        ),
+        max_context_len=info.max_context_len,
+        max_tree=types_pb2.TreeShape(
+            max_depth=tree.max_depth, top_k=tree.top_k, max_nodes=tree.max_nodes
+        ),
+        max_sequences=info.max_sequences,
+    )
 
 
 def decode_features(block: types_pb2.FeatureBlock) -> FeatureRows:

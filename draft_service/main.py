@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import grpc.aio
 
-from canopy.v1 import draft_pb2_grpc
 from common.errors import StartupError
 from common.log import get_logger
 from common.metrics import Metrics
@@ -40,7 +39,7 @@ class DraftService:
         self._failure: str | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
-        draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
+        self._servicer.register(server)
 
     async def start(self, health: Health) -> None:
         """Loads and compiles on a thread. Raises StartupError."""

@@ -13,8 +13,9 @@ import grpc.aio
 from canopy.v1 import draft_pb2, draft_pb2_grpc
 from common.outbox import Outbox
 from common.types import FeatureRows, TreeShape
-from draft_service.codec import decode_features, decode_request, encode_events
+from draft_service.codec import decode_features, decode_request, encode_events, encode_info
 from draft_service.events import Event
+from draft_service.info import DraftInfo
 from draft_service.loop import DraftLoop
 from draft_service.streams import FeatureSender, StreamHub
 
@@ -27,13 +28,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._hub = hub
         self._tree = tree
         self.loop: DraftLoop | None = None
-        self.info: draft_pb2.GetDraftInfoResponse | None = None
+        self.info: DraftInfo | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
 
     async def GetDraftInfo(
         self, request: draft_pb2.GetDraftInfoRequest, context: Context
     ) -> draft_pb2.GetDraftInfoResponse:
         assert self.info is not None
-        return self.info
+        return encode_info(self.info)
 
     async def Draft(
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: Context

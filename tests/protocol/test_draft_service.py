@@ -14,7 +14,9 @@ import pytest
 
 from canopy.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 from common.metrics import Metrics
+from common.tensors import FeatureDtype
 from draft_service.engine import DeviceEngine
+from draft_service.info import DraftInfo
 from draft_service.limits import DraftLimits
 from draft_service.loop import DraftLoop
 from draft_service.machine import DraftMachine
@@ -58,9 +60,20 @@ async def service(engine: DeviceEngine) -> AsyncIterator[Any]:
         machine, engine, deliver=hub.deliver, on_room=hub.share_credit,
         metrics=DraftMetrics(Metrics("draft"), tree, 16), gather_seconds=0.001,
     )  # fmt: skip
-    servicer.loop, servicer.info = loop, draft_pb2.GetDraftInfoResponse(protocol_version=1)
+    servicer.loop = loop
+    servicer.info = DraftInfo(
+        head_name="tiny",
+        target={"model_name": "tiny", "vocab_size": VOCAB},
+        feature_kind="aux",
+        boundaries=(1, 2, 3),
+        feature_dtype=FeatureDtype.FLOAT32,
+        row_width=FEATURES,
+        max_context_len=64,
+        max_tree=tree,
+        max_sequences=4,
+    )
     server = grpc.aio.server()
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
+    servicer.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     task = asyncio.create_task(loop.run())
@@ -115,6 +128,9 @@ async def test_trees_of_two_sequences_equal_the_engines_own(service: Any) -> Non
     head, params = tiny_head(3)
     fresh = tiny_engine(head, params, max_sequences=1)
     call, feature_call = service.stub.Draft(), service.stub.SendFeatures()
+    info = await service.stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest())
+    assert (info.features.row_width, info.max_tree.max_nodes) == (FEATURES, 12)
+    assert info.features.kind == types_pb2.FEATURE_KIND_AUX
     credit = await feature_call.read()
     assert credit.credit_bytes == WINDOW_BYTES
     histories = {ONE: random_history(1, 18), TWO: random_history(2, 9)}
