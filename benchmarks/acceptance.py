@@ -2,11 +2,12 @@
 
     python -m benchmarks.acceptance --suite mt_bench=FILE --suite qa=FILE --limit 20 --temperature 0
 
-Every prompt is answered by the real services, once with trees and once with a chain of the same head.
-Acceptance length is emitted tokens per round, round 0 left out (it rides on the prefill, without a tree).
-Beside it stands a prompt-lookup drafter on the same texts: because emitted tokens do not depend on
-the drafter, what verification would accept of its chain follows from the text alone. Answers that
-repeat themselves are easy to draft, and are counted apart. The last line is JSON.
+Every prompt is answered by the real services, once with trees and once with a chain of the same
+head. Acceptance length is emitted tokens per round, round 0 left out (it rides on the prefill,
+without a tree). Beside it stands a prompt-lookup drafter on the same texts: because emitted
+tokens do not depend on the drafter, what verification would accept of its chain follows from the
+text alone. Answers that repeat themselves are easy to draft, and are counted apart. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ REPEAT_TOKENS = 8
 REPETITIVE_SHARE = 0.2
 """An answer is repetitive if more than this share of its 8-token windows occurred before in it."""
 LOOKUP_TOKENS = 3
-"""Prompt lookup continues after the latest earlier occurrence of the last 3, else 2, else 1 tokens."""
+"""Prompt lookup continues after the latest earlier occurrence of the last 3, else 2, else 1
+tokens."""
 
 
 @dataclass
@@ -144,7 +146,7 @@ def measure_suite(
     """Answers a suite with each drafter; adds to `totals` and returns the suite's own figures."""
     nodes = arguments.max_tree_nodes or 16
     depth = arguments.max_depth or 6
-    shapes = {"tree": {"max_tree_nodes": nodes}, "chain": {"max_tree_nodes": depth + 1}}
+    shapes = {"tree": nodes, "chain": depth + 1}
     own = {name: Tally() for name in totals}
     for index, conversation in enumerate(read_conversations(path, arguments.limit)):
         texts: dict[str, Generation] = {}
@@ -154,10 +156,10 @@ def measure_suite(
                 temperature=arguments.temperature,
                 seed=index,
                 max_depth=depth,
+                max_tree_nodes=shape,
                 tree_top_k=1 if name == "chain" else None,
                 token_ids=True,
                 trace=True,
-                **shape,
             )
             texts[name] = client.generate(conversation.messages, options)
         tokens = texts["tree"].token_ids

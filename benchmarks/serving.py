@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from canopy import library
-from canopy.stack import Stack, StackSettings
+from canopy.stack import FEW_SEQUENCES, Stack, StackSettings
 from common.server import canopy_version
 
 
@@ -34,7 +34,9 @@ def router(arguments: argparse.Namespace) -> Iterator[str]:
     if model is None:
         model = library.fetch_model(library.DEMO_MODEL)
         head = head or library.demo_head(model)
-    with Stack(StackSettings(model=model, head=head, show_logs=False)) as stack:
+    with Stack(
+        StackSettings(model=model, head=head, flags=FEW_SEQUENCES, show_logs=False)
+    ) as stack:
         yield stack.address
 
 

@@ -11,7 +11,7 @@ from canopy import library
 from canopy.client import Client
 from canopy.generating import show_stream
 from canopy.results import Completion, Message, Options
-from canopy.stack import Stack, StackSettings
+from canopy.stack import FEW_SEQUENCES, Stack, StackSettings
 
 QUESTION = "Why is the sky blue? Explain it to a child in a few sentences."
 MAX_TOKENS = 96
@@ -47,7 +47,9 @@ def run_demo(console: Console) -> int:
     head = library.demo_head(model)
     console.print(f"   {model}\n   {head}")
     console.print("[bold]2. Three services[/], each a process of its own (compiling takes a while)")
-    with Stack(StackSettings(model=model, head=head, show_logs=False)) as stack:
+    with Stack(
+        StackSettings(model=model, head=head, flags=FEW_SEQUENCES, show_logs=False)
+    ) as stack:
         for name, child in stack.children.items():
             console.print(f"   {name}: {child.address}, process {child.process.pid}")
         with Client(stack.address) as client:

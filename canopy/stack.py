@@ -24,7 +24,16 @@ from typing import IO, NoReturn, Self
 from common.errors import StartupError
 
 MODULES = {"verify": "verify_service", "draft": "draft_service", "router": "router"}
-START_SECONDS = 600.0
+FEW_SEQUENCES: Mapping[str, Sequence[str]] = {
+    "verify": (
+        *("--row-buckets", "1,16,64", "--max-step-tokens", "64"),
+        *("--max-prefill-tokens", "48", "--max-sequences", "4", "--max-tree-nodes", "16"),
+    ),
+    "draft": ("--max-step-sequences", "4"),
+}
+"""Flags for a handful of sequences on a small machine: few programs, so that warm-up is short."""
+
+START_SECONDS = 1200.0
 """Long enough to compile on two busy cores."""
 STOP_SECONDS = 30.0
 

@@ -67,8 +67,8 @@ class DraftMachine:
         return self._residency.counts
 
     def check_balance(self) -> None:
-        """Raises AssertionError unless pages and references add up; when no closed step runs."""
-        self._residency.check(self._registry)
+        """Raises AssertionError unless pages and references add up."""
+        self._residency.check([*self._registry, *self._stepper.closed_in_flight])
 
     # -- streams and time
 

@@ -62,6 +62,12 @@ class Stepper:
     def num_in_flight(self) -> int:
         return sum(map(len, self._launched.values()))
 
+    @property
+    def closed_in_flight(self) -> list[DraftSequence]:
+        """Sequences that are forgotten but hold pages until their step retires."""
+        launched = (entry.sequence for entries in self._launched.values() for entry in entries)
+        return [sequence for sequence in launched if sequence.closed]
+
     def plan(self, now: float) -> Plan:
         """Answers what needs no device, reserves pages, marks the chosen sequences as in flight."""
         events: list[Event] = []

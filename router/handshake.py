@@ -39,7 +39,7 @@ def check_same_target(
         was, now = getattr(before.target, field), getattr(after.target, field)
         if was != now:
             return (
-                f"{field}: verify came back with {now}, it had {was}; start the router anew to"
+                f"{field}: verify came back with {now!r}, it had {was!r}; start the router anew to"
                 " serve the new model"
             )
     return None
@@ -55,7 +55,7 @@ def check_pair(
         ours, theirs = getattr(verify.target, field), getattr(draft.target, field)
         if ours != theirs:
             return (
-                f"{field}: verify's target has {ours}, the draft's head is set up for {theirs};"
+                f"{field}: verify's target has {ours!r}, the draft's head is set up for {theirs!r};"
                 " give both services the same target"
             )
     made, needed = verify.features, draft.features

@@ -195,6 +195,10 @@ class GenerationMachine:
             return self._open(now)
         return []
 
+    def mark_sent(self, now: float) -> None:
+        """The round's command is on its way: what went before was the router's own time."""
+        self._sent_at = now
+
     # -- verify
 
     def on_verify(self, event: VerifyEvent, now: float) -> list[Action]:

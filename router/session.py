@@ -12,7 +12,15 @@ from router.actions import Action, Emitted, Failed, Finished, ReleaseFeatures, T
 from router.drafting import DraftStage, FeatureRoute
 from router.errors import Failure, GenerationError
 from router.machine import GenerationMachine
-from router.messages import DraftCommand, DraftEvent, VerifyCommand, VerifyEvent
+from router.messages import (
+    DraftCommand,
+    DraftEvent,
+    DraftExtend,
+    VerifyCommand,
+    VerifyEvent,
+    VerifyOpen,
+    VerifyTree,
+)
 from router.responses import encode_chunk, encode_completion
 from router.tokenizer import ModelTokenizer
 
@@ -161,8 +169,12 @@ class Session:
             match action:
                 case ToVerify():
                     self._wire.to_verify(action.command)
+                    if isinstance(action.command, VerifyTree | VerifyOpen):
+                        self.machine.mark_sent(self._clock())
                 case ToDraft():
                     self._wire.to_draft(action.command)
+                    if isinstance(action.command, DraftExtend):
+                        self.machine.mark_sent(self._clock())
                 case Emitted():
                     self._unread.append(action)
                     self._num_unread_tokens += len(action.tokens)

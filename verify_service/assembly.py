@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from canopy.v1 import types_pb2, verify_pb2
 from common.errors import StartupError
 from common.log import get_logger
 from common.tensors import FeatureDtype
@@ -28,9 +27,9 @@ from models.target import load_target
 from models.target_tables import read_target_facts
 from verify_service.config import VerifyConfig
 from verify_service.engine import DeviceEngine, EngineConfig
+from verify_service.info import VerifyInfo
 from verify_service.limits import VerifyLimits
 
-PROTOCOL_VERSION = 1
 _logger = get_logger("verify.assembly")
 
 
@@ -38,7 +37,7 @@ _logger = get_logger("verify.assembly")
 class Assembly:
     engine: DeviceEngine
     limits: VerifyLimits
-    info: verify_pb2.GetVerifyInfoResponse
+    info: VerifyInfo
 
 
 def assemble(config: VerifyConfig) -> Assembly:
@@ -63,7 +62,7 @@ def assemble(config: VerifyConfig) -> Assembly:
     begun = time.monotonic()
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
-    return Assembly(engine, _limits(config, engine), _info(config, target, identity))
+    return Assembly(engine, _limits(config, engine), _info(config, engine, identity))
 
 
 def _set_up_jax(config: VerifyConfig) -> None:
@@ -82,8 +81,8 @@ def _set_up_jax(config: VerifyConfig) -> None:
         update("jax_compilation_cache_dir", str(directory))
     try:
         jax.devices()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    except (RuntimeError, AssertionError) as error:  # the latter where jax knows no such platform
+        reason = (str(error).splitlines() or ["not installed"])[0]
         raise StartupError(
             f"platform: no {config.platform} device ({reason}); set --platform cpu"
         ) from error
@@ -110,23 +109,30 @@ def _engine(config: VerifyConfig, target: TargetConfig, params: dict[str, object
         chip = chip_by_name(config.chip) if config.chip else None
     except ValueError as error:
         raise StartupError(str(error)) from error
-    return DeviceEngine(
-        target,
-        params,
-        EngineConfig(
-            num_pages=config.num_pages,
-            page_size=config.page_size_tokens,
-            max_sequences=config.max_sequences,
-            max_context_len=_context(config, target),
-            max_tree_nodes=config.max_tree_nodes,
-            max_depth=config.max_tree_depth,
-            row_buckets=config.row_buckets,
-            max_rows=config.max_step_tokens,
-            min_rows=8 if config.platform == "tpu" else 1,
-            backend=backend_for_platform(config.platform),
-            chip=chip,
-        ),
-    )
+    try:
+        return DeviceEngine(
+            target,
+            params,
+            EngineConfig(
+                num_pages=config.num_pages,
+                page_size=config.page_size_tokens,
+                max_sequences=config.max_sequences,
+                max_context_len=_context(config, target),
+                max_tree_nodes=config.max_tree_nodes,
+                max_depth=config.max_tree_depth,
+                row_buckets=config.row_buckets,
+                max_rows=config.max_step_tokens,
+                min_rows=8 if config.platform == "tpu" else 1,
+                backend=backend_for_platform(config.platform),
+                chip=chip,
+            ),
+        )
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise StartupError(
+            f"kv_pool_tokens: {config.kv_pool_tokens} tokens of KV do not fit the device"
+            f" ({reason}); lower it"
+        ) from error
 
 
 def _context(config: VerifyConfig, target: TargetConfig) -> int:
@@ -152,21 +158,14 @@ def _limits(config: VerifyConfig, engine: DeviceEngine) -> VerifyLimits:
     )
 
 
-def _info(
-    config: VerifyConfig, target: TargetConfig, identity: Identity
-) -> verify_pb2.GetVerifyInfoResponse:
-    kind = "FEATURE_KIND_AUX" if target.boundaries else "FEATURE_KIND_NONE"
-    dtype = FeatureDtype.of(target.dtype)
-    return verify_pb2.GetVerifyInfoResponse(
-        protocol_version=PROTOCOL_VERSION,
-        target=types_pb2.TargetIdentity(**identity.as_dict()),
-        features=types_pb2.FeatureSpec(
-            kind=kind,
-            boundaries=target.boundaries,
-            dtype=f"FEATURE_DTYPE_{dtype.name}",
-            row_width=target.feature_size,
-        ),
-        max_context_len=_context(config, target),
+def _info(config: VerifyConfig, engine: DeviceEngine, identity: Identity) -> VerifyInfo:
+    target = engine.target
+    return VerifyInfo(
+        identity=identity.as_dict(),
+        boundaries=target.boundaries,
+        feature_dtype=FeatureDtype.of(target.dtype),
+        row_width=target.feature_size,
+        max_context_len=engine.config.max_context_len,
         max_tree_nodes=config.max_tree_nodes,
         max_sequences=config.max_sequences,
         page_size_tokens=config.page_size_tokens,

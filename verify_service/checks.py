@@ -9,6 +9,9 @@ from verify_service.commands import Open, Rollback, VerifyTree
 from verify_service.limits import VerifyLimits
 from verify_service.sequences import VerifySequence
 
+MAX_ROUNDS = 1 << 63
+"""Round numbers stay below; the wire has 64 bits."""
+
 
 def check_open(command: Open, limits: VerifyLimits) -> None:
     """INVALID for malformed values, NEVER_FITS if the pool could not hold the sequence alone."""
@@ -17,6 +20,8 @@ def check_open(command: Open, limits: VerifyLimits) -> None:
         return SequenceFailure(ErrorCode.INVALID, message, round_=command.round)
 
     num_tokens = len(command.tokens)
+    if command.round >= MAX_ROUNDS:
+        raise invalid(f"round: {command.round} is not below {MAX_ROUNDS}")
     if not num_tokens:
         raise invalid("tokens: empty; send the prompt's tokens, at least one")
     if min(command.tokens) < 0 or max(command.tokens) >= limits.vocab_size:
@@ -84,6 +89,9 @@ def check_round(command: VerifyTree, sequence: VerifySequence, limits: VerifyLim
 
 def check_rollback(command: Rollback, sequence: VerifySequence) -> None:
     """WRONG_ROUND unless the sequence can be cut to that length."""
+    if command.round >= MAX_ROUNDS:
+        message = f"round: {command.round} is not below {MAX_ROUNDS}"
+        raise SequenceFailure(ErrorCode.INVALID, message, sequence.state, command.round)
     if not 1 <= command.committed_len <= sequence.committed_len:
         message = (
             f"committed_len: {command.committed_len} is outside [1, {sequence.committed_len}];"

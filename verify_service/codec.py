@@ -25,6 +25,7 @@ from verify_service.commands import (
     VerifyTree,
 )
 from verify_service.events import Closed, Event, Failed, Preempted, RoundDone, StateReport
+from verify_service.info import PROTOCOL_VERSION, VerifyInfo
 
 SEQUENCE_ID_BYTES = 16
 
@@ -63,6 +64,25 @@ def decode_request(
 
 def encode_events(events: Iterable[Event]) -> verify_pb2.VerifyResponse:
     return verify_pb2.VerifyResponse(events=[_event(event) for event in events])
+
+
+def encode_info(info: VerifyInfo) -> verify_pb2.GetVerifyInfoResponse:
+    kind = "AUX" if info.boundaries else "NONE"
+    return verify_pb2.GetVerifyInfoResponse(
+        protocol_version=PROTOCOL_VERSION,
+        target=types_pb2.TargetIdentity(**info.identity),
+        features=types_pb2.FeatureSpec(
+            kind=f"FEATURE_KIND_{kind}",
+            boundaries=info.boundaries,
+            dtype=f"FEATURE_DTYPE_{info.feature_dtype.name}",
+            row_width=info.row_width,
+        ),
+        max_context_len=info.max_context_len,
+        max_tree_nodes=info.max_tree_nodes,
+        max_sequences=info.max_sequences,
+        page_size_tokens=info.page_size_tokens,
+        num_pages=info.num_pages,
+    )
 
 
 def encode_pieces(pieces: Iterable[FeaturePiece]) -> verify_pb2.ReceiveFeaturesResponse:

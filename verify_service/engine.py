@@ -245,7 +245,7 @@ class DeviceEngine:
 
 
 def _committed_rows(x: dict[str, jax.Array], accepted: jax.Array, num_rows: int) -> jax.Array:
-    """bool [T]: causal rows, and rows of the accepted paths (`accepted` [B, D]: nodes, -1 padded)."""
+    """bool [T]: causal rows, and the accepted paths (`accepted` [B, D]: nodes, -1 padded)."""
     beyond = jnp.int32(num_rows)
     rows = jnp.where(accepted >= 0, x["node_rows"][jnp.maximum(accepted, 0)], beyond)
     causal = x["row_is_causal"] > 0

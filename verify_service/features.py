@@ -42,8 +42,9 @@ class FeatureWindow:
         fresh = rows[self.end - position :]
         if not fresh.shape[0]:
             return
-        # A copy, so that a few rows do not keep a whole step's array alive.
-        self._chunks.append((self.end, np.array(fresh)))
+        # A few rows must not keep a whole step's array alive.
+        is_small_part = fresh.base is not None and fresh.base.nbytes > 2 * fresh.nbytes
+        self._chunks.append((self.end, np.array(fresh) if is_small_part else fresh))
         self.end += fresh.shape[0]
         self._trim()
 
@@ -66,13 +67,12 @@ class FeatureWindow:
         """The next rows to send, at most `max_rows` and from one chunk; None if none wait."""
         if max_rows < 1 or not self.num_waiting:
             return None
-        for position, chunk in self._chunks:
-            if position + chunk.shape[0] > self.next_position:
+        for position, chunk in reversed(self._chunks):  # what waits is mostly at the end
+            if position <= self.next_position:
                 first = self.next_position - position
                 rows = chunk[first : first + max_rows]
-                taken_from = self.next_position
                 self.next_position += rows.shape[0]
-                return taken_from, rows
+                return position + first, rows
         raise AssertionError("rows wait but no chunk holds them")
 
     @property

@@ -15,6 +15,7 @@ from common.log import get_logger
 from common.metrics import Metrics
 from common.server import Health, run_service
 from verify_service.assembly import assemble
+from verify_service.codec import encode_info
 from verify_service.config import VerifyConfig
 from verify_service.loop import VerifyLoop
 from verify_service.machine import VerifyMachine
@@ -54,7 +55,7 @@ class VerifyService:
             gather_seconds=self._config.gather_seconds,
         )
         self._servicer.loop = self._loop
-        self._servicer.info = assembly.info
+        self._servicer.info = encode_info(assembly.info)
         self._task = asyncio.create_task(self._loop.run(), name="verify-loop")
         self._task.add_done_callback(self._on_loop_end)
 

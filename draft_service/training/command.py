@@ -19,9 +19,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD=VALUE",
         help="replace a field of the recipe, as optimiser.learning_rate=3e-4; may be repeated",
     )
-    parser.add_argument(
-        "--max-steps", type=int, help="stop after so many steps; run again to go on"
-    )
+    parser.add_argument("--max-steps", type=int, help="stop there; run again to go on")
 
 
 def train(parsed: argparse.Namespace) -> int:
@@ -33,7 +31,7 @@ def train(parsed: argparse.Namespace) -> int:
 
     # One device per core: a batch is split over them, which keeps all cores at work. It must be
     # said before jax makes its devices.
-    jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
+    jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)  # type: ignore[no-untyped-call]
     from draft_service.training.recipe import load_recipe
     from draft_service.training.run import train as run
 
@@ -58,9 +56,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument("--max-tokens", type=int, default=192, help="of a response [%(default)s]")
-    parser.add_argument(
-        "--max-prompt-tokens", type=int, default=320, help="longer ones are left out"
-    )
+    parser.add_argument("--max-prompt-tokens", type=int, default=320, help="longer: left out")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=32, help="sequences at once [%(default)s]")
     parser.add_argument("--limit", type=int, help="use only the first prompts")

@@ -1,8 +1,9 @@
 """Cross-entropy against the target's distribution, in row blocks, gradient and all.
 
-The logits of a batch (rows x draft vocabulary, for teacher and head) are by far its largest arrays. The loss
-is a weighted sum of rows, so its gradient with respect to the head's states is known as soon as a block's
-logits are: both are made in one pass over blocks that stay in cache, and no logits are kept.
+The logits of a batch (rows x draft vocabulary, for teacher and head) are by far its largest
+arrays. The loss is a weighted sum of rows, so its gradient with respect to the head's states is
+known as soon as a block's logits are: both are made in one pass over blocks that stay in cache,
+and no logits are kept.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ def make_cross_entropy(dtype: str) -> Callable[..., Result]:
     """The function (states, taught, labels, weights, lm_head) → (sum of weighted losses, hits).
 
     `states` [N, H] after the head's final norm; `taught` [N, H] the target's after its own;
-    `labels` int32 [N], -1 outside the vocabulary; `weights` float32 [N], 0 for rows that do not count;
-    `lm_head` [H, draft_vocab]. `hits` bool [N]: the head's best logit is the label's. A gradient flows to
-    `states` alone. Products take operands in `dtype`, everything else is float32.
+    `labels` int32 [N], -1 outside the vocabulary; `weights` float32 [N], 0 for rows that do not
+    count; `lm_head` [H, draft_vocab]. `hits` bool [N]: the head's best logit is the label's. A
+    gradient flows to `states` alone. Products take operands in `dtype`, everything else is float32.
     """
     product = make_product(dtype)
 

@@ -35,11 +35,12 @@ class Sample:
 
 
 def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
-    """Rows of a JSON-lines file with `prompt_ids`, `response_ids` and, if known, `temperature`, `source`.
+    """Rows of a JSON-lines file with `prompt_ids`, `response_ids` and, if known, `temperature`,
+    `source`.
 
     Raises ValueError naming file, line and field.
     """
-    samples = []
+    samples: list[Sample] = []
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
             if limit is not None and len(samples) == limit:
@@ -117,7 +118,8 @@ def choose_vocabulary(
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Sequences of one batch. Every prompt ends at column `prompt_columns` (padding is on its left)."""
+    """Sequences of one batch. Every prompt ends at column `prompt_columns` (padding is on its
+    left)."""
 
     indices: tuple[int, ...]
     num_rows: int  # of the padded batch; >= len(indices)
@@ -132,7 +134,8 @@ def plan_batches(
     seed: int,
     rows_multiple: int = 1,
 ) -> list[BatchPlan]:
-    """All of `indices` once, in batches of one (prompt, response) bucket, in random order by `seed`.
+    """All of `indices` once, in batches of one (prompt, response) bucket, in random order by
+    `seed`.
 
     Batches of a bucket have the same padded shape, so the number of compiled programs is the
     number of buckets. `rows_multiple`: padded rows divide evenly over that many devices.

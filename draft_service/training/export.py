@@ -31,7 +31,8 @@ def export_head(
     target: TargetConfig,
     dtype: str = "float16",
 ) -> None:
-    """Writes config.json and model.safetensors. Raises ValueError where a weight overflows `dtype`."""
+    """Writes config.json and model.safetensors. Raises ValueError where a weight overflows
+    `dtype`."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype: {dtype} is not one of {', '.join(DTYPES)}")
     limit = float(np.finfo(dtype).max)
@@ -88,7 +89,8 @@ def served_config(
 def served_params(
     shape: HeadShape, params: TrainedParams, frozen: Frozen, vocabulary: DraftVocabulary
 ) -> Params:
-    """The parameters as `models.eagle3.loader` gives them; the scale of features is folded into fc."""
+    """The parameters as `models.eagle3.loader` gives them; the scale of features is folded into
+    fc."""
     served: Params = {
         "fuse": {"fc": {"kernel": params["fc"] * frozen.feature_scale[:, None]}},
         "final_norm": {"scale": params["norm"]},

@@ -5,9 +5,10 @@
     DIR/hidden.npy     [total tokens, Ht]  after the final norm; teacher logits are lm_head of it
     DIR/done.txt       indices of the sequences written so far, one a line
 
-Rows of a sequence are consecutive, sequences in file order. Capture can be stopped and goes on where it
-stood; training may begin on the part that is done. float16 holds the residual stream of the models
-seen so far (largest value 2.5e4, at the first token); capture refuses values that it cannot hold.
+Rows of a sequence are consecutive, sequences in file order. Capture can be stopped and goes on
+where it stood; training may begin on the part that is done. float16 holds the residual stream of
+the models seen so far (largest value 2.5e4, at the first token); capture refuses values that it
+cannot hold.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from draft_service.training.loss import Batch
 
 Float16Array = npt.NDArray[np.float16]
 TargetStates = Callable[[Int32Array], tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]]
-"""tokens int32 [B, T] → features [B, T, F], hidden [B, T, Ht]; right padding is harmless (causal)."""
+"""tokens int32 [B, T] → features [B, T, F], hidden [B, T, Ht]; right padding is harmless
+(causal)."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,14 @@ def digest_of(samples: Sequence[Sample]) -> str:
     """SHA-256 over lengths and tokens of all sequences."""
     digest = hashlib.sha256()
     for sample in samples:
-        digest.update(np.int32([sample.prompt.size, sample.response.size]).tobytes())
+        digest.update(np.array([sample.prompt.size, sample.response.size], np.int32).tobytes())
         digest.update(sample.tokens.tobytes())
     return digest.hexdigest()
 
 
 class FeatureCache:
-    """Memory-mapped states of `samples`; opened for capture (created if need be) or for training."""
+    """Memory-mapped states of `samples`; opened for capture (created if need be) or for
+    training."""
 
     def __init__(self, directory: Path, samples: Sequence[Sample], meta: CacheMeta) -> None:
         """Raises ValueError naming the field in which an existing cache differs."""
@@ -90,7 +93,7 @@ class FeatureCache:
         path = self.directory / name
         shape = (self.meta.total_tokens, width)
         if not path.exists():
-            np.lib.format.open_memmap(path, "w+", np.float16, shape)  # type: ignore[no-untyped-call]
+            np.lib.format.open_memmap(path, "w+", np.float16, shape)
         array: Float16Array = np.load(path, mmap_mode="r+")
         if array.shape != shape:
             raise ValueError(f"cache: {path} has shape {array.shape}, not {shape}; delete it")
@@ -137,7 +140,8 @@ class FeatureCache:
 def capture(
     cache: FeatureCache, states: TargetStates, batch_tokens: int = 4096, seed: int = 0
 ) -> Iterator[int]:
-    """Computes what is missing, batches in random order; yields the tokens done after each batch."""
+    """Computes what is missing, batches in random order; yields the tokens done after each
+    batch."""
     missing = np.setdiff1d(np.arange(len(cache.samples), dtype=np.int32), cache.done())
     batches = _length_batches(cache.samples, missing, batch_tokens)
     order = np.random.default_rng(seed).permutation(len(batches))

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -45,8 +44,9 @@ class GenerateSettings:
 def generate_responses(settings: GenerateSettings) -> Iterator[dict[str, Any]]:
     """Appends one row per prompt to the output; yields progress after each batch.
 
-    A row: id, temperature, finish ("stop" or "length"), prompt_ids, response_ids (the stop token is its last
-    one). A prompt's id is its line number unless the row has one. Raises ValueError on bad rows.
+    A row: id, temperature, finish ("stop" or "length"), prompt_ids, response_ids (the stop token
+    is its last one). A prompt's id is its line number unless the row has one. Raises ValueError
+    on bad rows.
     """
     config, params = load_target(settings.target, boundaries=())
     prompts = _wanted_prompts(settings)
@@ -167,11 +167,13 @@ def generate_batch(
         if temperature > 0:
             noise = jax.random.gumbel(jax.random.fold_in(key, step), logits.shape)
             logits = logits / jnp.float32(temperature) + noise
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        picks: jax.Array = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return picks
 
     def more(carry: tuple[Any, ...]) -> jax.Array:
         step, _, _, _, live = carry
-        return (step < max_tokens) & jnp.any(live)
+        going: jax.Array = (step < max_tokens) & jnp.any(live)
+        return going
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, cache, states, response, live = carry
@@ -181,10 +183,10 @@ def generate_batch(
         states, cache = _decode(config, params, cache, token, lengths + step)
         return step + 1, cache, states, response, live
 
-    empty = jnp.full((batch, max_tokens), -1, jnp.int32)
+    empty: jax.Array = jnp.full((batch, max_tokens), -1, jnp.int32)
     start = (jnp.int32(0), cache, last, empty, jnp.ones(batch, bool))
-    response: npt.ArrayLike = jax.lax.while_loop(more, advance, start)[3]
-    return jnp.asarray(response)
+    response: jax.Array = jax.lax.while_loop(more, advance, start)[3]
+    return response
 
 
 def _decode(
@@ -196,7 +198,7 @@ def _decode(
     sequence = jnp.arange(batch)
 
     def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
-        full = cache[layer].at[sequence, positions].set(block_kv)
+        full: jax.Array = cache[layer].at[sequence, positions].set(block_kv)
         seen = column[None] <= positions[:, None]
         window = config.windows[layer]
         if window is not None:
@@ -206,7 +208,9 @@ def _decode(
         scores = jnp.einsum("bkgd,bckd->bkgc", grouped, k, preferred_element_type=jnp.float32)
         scores = scores * jnp.float32(config.attention_scale)
         weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
-        return jnp.einsum("bkgc,bckd->bkgd", weights.astype(v.dtype), v).reshape(q.shape)
+        mixed: jax.Array = jnp.einsum("bkgc,bckd->bkgd", weights.astype(v.dtype), v)
+        return mixed.reshape(q.shape)
 
     hidden, block_kv, _ = target_forward(config, params, tokens, positions, attend)
-    return hidden, cache.at[:, sequence, positions].set(block_kv)
+    written: Cache = cache.at[:, sequence, positions].set(block_kv)
+    return hidden, written

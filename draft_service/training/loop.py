@@ -90,6 +90,7 @@ class Trainer:
         optimiser = make_optimiser(recipe.optimiser)
         self.state = TrainState(params, optimiser.init(params))
         self.mesh = jax.make_mesh((jax.device_count(),), (DEVICES,))
+        self._split = NamedSharding(self.mesh, _spec(DEVICES))
         self._step = _compile_step(shape, optimiser, recipe.optimiser, self.mesh)
         self._hits = jax.jit(partial(chain_hits, shape, num_steps=recipe.validation_steps))
 
@@ -120,7 +121,8 @@ class Trainer:
         arrays = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
         self.recipe.output.mkdir(parents=True, exist_ok=True)
         partial_path = self.checkpoint_path.with_name("checkpoint.partial.npz")
-        np.savez(partial_path, step=self.state.step, seconds=self.state.seconds, **arrays)
+        arrays["step"], arrays["seconds"] = np.array(self.state.step), np.array(self.state.seconds)
+        np.savez(partial_path, allow_pickle=False, **arrays)
         partial_path.replace(self.checkpoint_path)
 
     def finished(self) -> bool:
@@ -148,7 +150,7 @@ class Trainer:
     def _one_step(self, plan: BatchPlan) -> StepMetrics:
         started = time.monotonic()
         batch = self.cache.batch(plan, self.recipe.optimiser.num_test_steps)
-        batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(DEVICES)))
+        batch = jax.device_put(batch, self._split)
         state = self.state
         rate = learning_rate(self.recipe.optimiser, state.step, state.seconds)
         state.params, state.optimiser, metrics = self._step(
@@ -160,7 +162,8 @@ class Trainer:
         return host
 
     def _plans(self, step: int) -> Iterator[BatchPlan]:
-        """Batches from `step` on; epoch e is shuffled by seed + e, so a resumed run sees the same."""
+        """Batches from `step` on; epoch e is shuffled by seed + e, so a resumed run sees the
+        same."""
         epoch = 0
         while True:
             seed = self.recipe.optimiser.seed + epoch
@@ -191,7 +194,8 @@ class Trainer:
         }
 
     def validate(self) -> dict[str, Any]:
-        """Held-out greedy chains: acceptance length and accuracy per step, by the responses' temperature."""
+        """Held-out greedy chains: acceptance length and accuracy per step, by the responses'
+        temperature."""
         plans = self._plan_batches(self.validation, seed=0)
         groups: dict[str, list[tuple[Any, Any]]] = {}
         for plan in plans:
@@ -236,6 +240,10 @@ def summarise_chains(sequences: list[tuple[Any, Any]]) -> dict[str, Any]:
     }
 
 
+def _spec(*axes: str) -> PartitionSpec:
+    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]
+
+
 def _compile_step(
     shape: HeadShape, optimiser: optax.GradientTransformation, recipe: OptimiserRecipe, mesh: Mesh
 ) -> Callable[..., tuple[Params, Any, StepMetrics]]:
@@ -250,14 +258,14 @@ def _compile_step(
 
     def gradients(params: Params, frozen: Frozen, batch: Batch) -> tuple[Params, StepMetrics]:
         own: tuple[Params, StepMetrics] = jax.grad(loss, has_aux=True)(params, frozen, batch)
-        summed: tuple[Params, StepMetrics] = jax.lax.psum(own, DEVICES)
+        summed: tuple[Params, StepMetrics] = jax.lax.psum(own, DEVICES)  # type: ignore[no-untyped-call]
         return summed
 
     split = jax.shard_map(
         gradients,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(DEVICES)),
-        out_specs=PartitionSpec(),
+        in_specs=(_spec(), _spec(), _spec(DEVICES)),
+        out_specs=_spec(),
         check_vma=False,  # custom gradients inside carry no replication types
     )
 
@@ -265,7 +273,8 @@ def _compile_step(
         params: Params, opt_state: Any, frozen: Frozen, batch: Batch, rate: jax.Array
     ) -> tuple[Params, Any, StepMetrics]:
         grads, metrics = split(params, frozen, batch)
-        updates, opt_state = optimiser.update(grads, opt_state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax divides by its int32 step count
+            updates, opt_state = optimiser.update(grads, opt_state, params)
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         return params, opt_state, metrics
 

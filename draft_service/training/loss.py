@@ -2,8 +2,8 @@
 
     loss = sum over steps k of decay^k * mean over rows of CE(softmax(teacher), head)
 
-with the teacher's logits restricted to the draft vocabulary. Rows count where the predicted token is a
-response token inside that vocabulary. Axes as in `unroll`.
+with the teacher's logits restricted to the draft vocabulary. Rows count where the predicted
+token is a response token inside that vocabulary. Axes as in `unroll`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def batch_loss(
         labels, in_response = _labels(frozen, batch, prompt_columns, rows, step)
         counted = (in_response & (labels >= 0)).astype(jnp.float32)
         own = jnp.sum(counted)
-        count = own if axis is None else jax.lax.psum(own, axis)
+        count = own if axis is None else jax.lax.psum(own, axis)  # type: ignore[no-untyped-call]
         mean, hits = cross_entropy(
             states.reshape(-1, states.shape[-1]),
             taught[:, step : step + rows].reshape(-1, taught.shape[-1]),
@@ -88,8 +88,9 @@ def chain_hits(
 ) -> tuple[jax.Array, jax.Array]:
     """bool [B, R, K] twice: the greedy draft's token of step k is the response's; it has one.
 
-    A chain is fed the true tokens. That is what a real draft reads as long as it is right, and after
-    its first miss nothing counts, so leading hits are exactly what greedy verification would accept.
+    A chain is fed the true tokens. That is what a real draft reads as long as it is right, and
+    after its first miss nothing counts, so leading hits are exactly what greedy verification
+    would accept.
     """
     prompt_columns, rows = _geometry(batch, num_steps)
     hits, present = [], []
@@ -132,7 +133,8 @@ def _outputs(
 def _labels(
     frozen: Frozen, batch: Batch, prompt_columns: int, rows: int, step: int
 ) -> tuple[jax.Array, jax.Array]:
-    """int32 [B, R] draft ids of the true tokens (-1 outside); bool [B, R]: a response token is there."""
+    """int32 [B, R] draft ids of the true tokens (-1 outside); bool [B, R]: a response token is
+    there."""
     columns = prompt_columns + step + jnp.arange(rows)  # row r predicts column P + r + step
     true = jax.lax.dynamic_slice_in_dim(batch.tokens, prompt_columns + step, rows, axis=1)
     return frozen.draft_ids[true], columns[None, :] < batch.ends[:, None]

@@ -1,8 +1,8 @@
 """The EAGLE-3 head as it is trained: batched, differentiable, weights as [in, out].
 
-Source: `models.eagle3` runs the same head for serving, on flat rows with an engine's cache. This one keeps
-a whole batch's step-0 keys and the rows' own later keys as arrays, which a gradient can pass.
-`tests/unit/test_train_network.py` holds both to a slow unrolled draft.
+Source: `models.eagle3` runs the same head for serving, on flat rows with an engine's cache. This
+one keeps a whole batch's step-0 keys and the rows' own later keys as arrays, which a gradient
+can pass. `tests/unit/test_train_network.py` holds both to a slow unrolled draft.
 
 Axes: B sequences, T columns (prompt then response), R response rows, H head size, D head_dim.
 """
@@ -37,7 +37,8 @@ class HeadShape:
     matmul_dtype: str = "float32"
 
     def layer_input(self, layer: int) -> int:
-        """Columns that q, k and v of `layer` take: 2H where the layer is fed [embedding, hidden]."""
+        """Columns that q, k and v of `layer` take: 2H where the layer is fed [embedding,
+        hidden]."""
         return self.hidden_size * (2 if self.takes_embedding(layer) else 1)
 
     def takes_embedding(self, layer: int) -> bool:

@@ -20,12 +20,12 @@ class _Section(BaseModel):
 class HeadRecipe(_Section):
     """The head's shape. Heads, head size, RoPE and norm epsilon are the target's."""
 
-    num_layers: int = Field(1, ge=1, le=8)
+    num_layers: int = Field(default=1, ge=1, le=8)
     fusion: Literal["every", "first"] = "every"
     """Layers fed [embedding, hidden]: every one (convention A) or the first alone (B)."""
-    draft_vocab_size: int = Field(8192, ge=16)
-    intermediate_size: int | None = Field(None, ge=16, description="None: the target's")
-    boundaries: tuple[int, ...] | None = Field(None, description="None: {2, n//2, n-3}")
+    draft_vocab_size: int = Field(default=8192, ge=16)
+    intermediate_size: int | None = Field(default=None, ge=16, description="None: the target's")
+    boundaries: tuple[int, ...] | None = Field(default=None, description="None: {2, n//2, n-3}")
     warm_start: bool = True
     """Start layers from the target's last one; otherwise from scaled normal noise."""
 
@@ -35,26 +35,30 @@ class DataRecipe(_Section):
 
     responses: Path
     cache: Path
-    max_prompt_tokens: int = Field(320, ge=2)  # the tail of longer prompts is used
-    max_response_tokens: int = Field(192, ge=2)
-    num_validation: int = Field(200, ge=1)
-    limit: int | None = Field(None, ge=2, description="use only the first sequences of the file")
-    batch_tokens: int = Field(1536, ge=64, description="response positions in a batch, padded")
+    max_prompt_tokens: int = Field(default=320, ge=2)  # the tail of longer prompts is used
+    max_response_tokens: int = Field(default=192, ge=2)
+    num_validation: int = Field(default=200, ge=1)
+    limit: int | None = Field(
+        default=None, ge=2, description="use only the first sequences of the file"
+    )
+    batch_tokens: int = Field(
+        default=1536, ge=64, description="response positions in a batch, padded"
+    )
 
 
 class OptimiserRecipe(_Section):
     """AdamW (0.9, 0.95), global clip, linear warm-up and cosine decay to a floor."""
 
-    learning_rate: float = Field(5e-4, gt=0)
-    final_fraction: float = Field(0.02, ge=0, le=1)
-    warmup_steps: int = Field(40, ge=0)
-    total_steps: int = Field(1000, ge=1)
-    max_minutes: float | None = Field(None, gt=0)
+    learning_rate: float = Field(default=5e-4, gt=0)
+    final_fraction: float = Field(default=0.02, ge=0, le=1)
+    warmup_steps: int = Field(default=40, ge=0)
+    total_steps: int = Field(default=1000, ge=1)
+    max_minutes: float | None = Field(default=None, gt=0)
     """Ends the schedule early: progress is the larger of steps done and training time spent."""
-    clip: float = Field(0.5, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    num_test_steps: int = Field(3, ge=1, le=8)
-    step_decay: float = Field(0.8, gt=0, le=1)
+    clip: float = Field(default=0.5, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    num_test_steps: int = Field(default=3, ge=1, le=8)
+    step_decay: float = Field(default=0.8, gt=0, le=1)
     matmul_dtype: Literal["float32", "bfloat16"] = "float32"
     """Operands of matrix products; sums, weights and optimiser state are float32 always."""
     seed: int = 0
@@ -68,10 +72,10 @@ class Recipe(_Section):
     head: HeadRecipe = HeadRecipe()
     data: DataRecipe
     optimiser: OptimiserRecipe = OptimiserRecipe()
-    validate_every_steps: int = Field(100, ge=1)
-    checkpoint_every_steps: int = Field(50, ge=1)
-    log_every_steps: int = Field(10, ge=1)
-    validation_steps: int = Field(6, ge=1, le=12)
+    validate_every_steps: int = Field(default=100, ge=1)
+    checkpoint_every_steps: int = Field(default=50, ge=1)
+    log_every_steps: int = Field(default=10, ge=1)
+    validation_steps: int = Field(default=6, ge=1, le=12)
     """Depth of the simulated greedy chain."""
 
     @model_validator(mode="after")

@@ -57,7 +57,8 @@ class Run:
 def train(recipe: Recipe, max_steps: int | None = None) -> Path:
     """Captures what is missing, trains (on from a checkpoint if there is one), exports.
 
-    Returns the exported directory, OUTPUT/head. Raises ValueError and ModelError with the field at fault.
+    Returns the exported directory, OUTPUT/head. Raises ValueError and ModelError with the field
+    at fault.
     """
     report = write_log(recipe.output / "log.jsonl")
     capture_missing(recipe, report)

@@ -1,8 +1,8 @@
 """Training-time test: the head run K steps on its own states, all anchor rows at once.
 
-Row t is an anchor: a draft that starts from pair t = (token t+1, feature t). In step 0 every row reads
-the true features. In step k row t stands for pair t+k, reads token t+1+k and its own state of step
-k-1, and predicts token t+2+k. It sees, exactly as a draft grown from t would,
+Row t is an anchor: a draft that starts from pair t = (token t+1, feature t). In step 0 every row
+reads the true features. In step k row t stands for pair t+k, reads token t+1+k and its own state
+of step k-1, and predicts token t+2+k. It sees, exactly as a draft grown from t would,
 
     step-0 keys of columns <= t   (true features)
     its own keys of steps 1..k    (drafted states)
@@ -52,9 +52,9 @@ def unroll(
 ) -> Iterator[jax.Array]:
     """Yields the head's output float32 [B, R, H] of steps 0 .. num_steps-1.
 
-    `embedding` [V, H]; `tokens` int32 [B, C + num_steps] with C = P + S - 2 columns of pairs (column c
-    pairs token c+1 with feature c), padded on the right; `features` [B, C, F]; `starts` int32 [B]: the
-    first real column of each sequence.
+    `embedding` [V, H]; `tokens` int32 [B, C + num_steps] with C = P + S - 2 columns of pairs
+    (column c pairs token c+1 with feature c), padded on the right; `features` [B, C, F];
+    `starts` int32 [B]: the first real column of each sequence.
     """
     columns = features.shape[1]
     first = prompt_columns - 2  # the first anchor

@@ -1,7 +1,8 @@
 """What a head takes over from its target: frozen tables, and layers that start as its last one.
 
-Layers start from the target's last decoder layer: attention reads [0 | hidden], so that the embedding half begins
-silent; the fusion starts as [0, 0, I], which passes the latest captured boundary on.
+Layers start from the target's last decoder layer: attention reads [0 | hidden], so that the
+embedding half begins silent; the fusion starts as [0, 0, I], which passes the latest captured
+boundary on.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Target:
 
     @staticmethod
     def open(directory: Path, boundaries: tuple[int, ...] | None) -> Target:
-        """Raises ModelError; ValueError for a target whose layers a Llama-style head cannot copy."""
+        """Raises ModelError; ValueError for a target whose layers a Llama-style head cannot
+        copy."""
         config = read_target_config(directory, boundaries=boundaries)
         for feature in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm"):
             if getattr(config, feature):
@@ -102,7 +104,8 @@ def frozen_tables(target: Target, vocabulary: DraftVocabulary, feature_rms: Floa
 
     Features are trained on as `features * feature_scale`: each divided by its own rms, times the
     typical rms of the last boundary, at which the target's layers work. Raw features differ by
-    three orders of magnitude, which Adam's equal steps cannot serve; export folds the scale into fc.
+    three orders of magnitude, which Adam's equal steps cannot serve; export folds the scale into
+    fc.
     """
     embedding = target.tensor(EMBEDDING)
     table = embedding if target.config.tied_embeddings else target.tensor(LM_HEAD)
@@ -138,7 +141,8 @@ def initial_params(
     scale = np.asarray(frozen.feature_scale)[-shape.hidden_size :]
     fc[-shape.hidden_size :] = np.diag(1.0 / scale)
     tree: dict[str, Any] = {"fc": fc, "norm": target.tensor(FINAL_NORM), "layers": layers}
-    return _to_device(tree)
+    on_device: Params = _to_device(tree)
+    return on_device
 
 
 def _widened(tensor: Float32, size: tuple[int, ...]) -> Float32:

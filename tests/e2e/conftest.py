@@ -12,7 +12,7 @@ import pytest
 
 from canopy import library
 from canopy.client import Client
-from canopy.stack import Stack, StackSettings
+from canopy.stack import FEW_SEQUENCES, Stack, StackSettings
 from canopy.v1 import generation_pb2_grpc
 
 
@@ -29,7 +29,9 @@ def head(model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def stack(model: Path, head: Path) -> Iterator[Stack]:
-    with Stack(StackSettings(model=model, head=head, show_logs=False)) as running:
+    with Stack(
+        StackSettings(model=model, head=head, flags=FEW_SEQUENCES, show_logs=False)
+    ) as running:
         yield running
 
 

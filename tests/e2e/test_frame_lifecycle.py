@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from canopy.client import Client
 from canopy.results import Chunk, Completion, Message, Options
-from canopy.stack import Child, Stack, StackSettings
+from canopy.stack import FEW_SEQUENCES, Child, Stack, StackSettings
 
 pytestmark = pytest.mark.e2e
 
@@ -197,7 +197,9 @@ def test_concurrent_answers_equal_answers_alone(client: Client) -> None:
 
 @pytest.fixture
 def own_stack(model: Path, head: Path) -> Iterator[Stack]:
-    with Stack(StackSettings(model=model, head=head, show_logs=False)) as running:
+    with Stack(
+        StackSettings(model=model, head=head, flags=FEW_SEQUENCES, show_logs=False)
+    ) as running:
         yield running
 
 
@@ -217,10 +219,10 @@ def test_sigterm_lets_the_running_answer_finish(own_stack: Stack) -> None:
 
 
 def test_health_turns_from_not_serving_to_serving(model: Path) -> None:
-    flags = ("--model", str(model), "--port", "0", "--metrics-port", "0")
+    flags = ("--model", str(model), "--port", "0", "--metrics-port", "0", *FEW_SEQUENCES["verify"])
     child = Child("verify", flags, show_logs=False)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         child.await_event("listening", deadline)
         assert health_of(child.address) == NOT_SERVING
         assert health_of(child.address, SERVICES["verify"]) == NOT_SERVING

@@ -511,3 +511,35 @@ def test_failed_step_is_told_and_frees_everything() -> None:
     ]
     assert bench.machine.num_sequences == 0
     assert bench.machine.page_counts.free == 32
+
+
+def test_sequence_in_a_launched_step_is_never_put_out() -> None:
+    bench = Bench(num_pages=5, pause_seconds=0.0)
+    bench.open(A, max_total_tokens=16)
+    bench.steps()
+    bench.open(B, max_total_tokens=16)
+    running = bench.launch()  # B's prefill; A has two pages, B two, one is free
+    for round_, kv_len in enumerate(range(5, 12), start=1):
+        root = REFERENCE[round_ - 1]
+        bench.do(verify(round_, kv_len, tree(root), acked=round_ - 1))
+        plan = bench.launch()
+        assert plan.events == []
+        bench.land(plan)
+    bench.do(verify(8, 12, tree(REFERENCE[7]), acked=7))
+    stalled = bench.launch()  # A needs a fourth page, and only B could give one
+    assert (stalled.works, stalled.events) == ([], [])
+    assert list(result(bench.land(running)).tokens) == REFERENCE[:1]
+    preempted, done = bench.steps()
+    assert (preempted.sequence_id, list(done.result.tokens)) == (B, REFERENCE[8:9])
+
+
+def test_features_behind_a_rollback_are_sent_anew_under_the_new_epoch() -> None:
+    bench = Bench()
+    bench.open(wants_features=True)
+    bench.steps()
+    assert bench.machine.next_features(1, 4096).rows.shape == (5, 2)
+    bench.do(c.Rollback(sequence_id=A, epoch=2, committed_len=4, round=1))
+    bench.do(verify(1, 3, tree(PROMPT[3]), epoch=2))
+    bench.steps()
+    anew = bench.machine.next_features(1, 4096)
+    assert (anew.epoch, anew.position, anew.rows.tolist()) == (2, 3, [[3, PROMPT[3]]])

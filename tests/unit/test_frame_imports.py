@@ -38,12 +38,15 @@ MAY_TOUCH_THE_WIRE = {
         "api",
         "codec",
         "core",
+        "draft_link",
         "handshake",
         "links",
-        "main",
         "requests",
+        "responses",
+        "service",
         "session",
         "status",
+        "verify_link",
     },
 }
 """Servicers, codecs and the server under them; in the router also what joins both of its sides.

@@ -1,4 +1,5 @@
-"""Training-time test equals real drafting: the unrolled batch against the served head, pair by pair."""
+"""Training-time test equals real drafting: the unrolled batch against the served head, pair by
+pair."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def make_batch() -> tuple[Batch, list[tuple[Any, Any, Any]]]:
 
 
 def make_drafter(config: HeadConfig) -> Any:
-    """(params, tokens [N+1], states [N, H]) → out [N, H], logits: the served head on a causal chain."""
+    """(params, tokens [N+1], states [N, H]) → out [N, H], logits: the served head on a causal
+    chain."""
     causal = np.tril(np.ones((ROWS, ROWS), bool))
 
     def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:

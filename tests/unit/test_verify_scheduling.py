@@ -29,7 +29,7 @@ def test_best_nodes_of_all_trees_win() -> None:
 
 
 def test_rising_score_cannot_cut_a_node_from_its_parent() -> None:
-    # Node 2 claims more than its parent: it counts as much as the parent, and the prefix holds both.
+    # Node 2 claims more than its parent: it counts as much, and the prefix holds both.
     assert share_nodes([scores(0, -9, -0.1), scores(0, -1, -2)], budget=2) == [1, 3]
 
 

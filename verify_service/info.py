@@ -1,0 +1,25 @@
+"""What verify says of itself when a router connects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.tensors import FeatureDtype
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyInfo:
+    """`identity`: fields of canopy.v1.TargetIdentity by name. `boundaries` empty: no features."""
+
+    identity: dict[str, Any]
+    boundaries: tuple[int, ...]
+    feature_dtype: FeatureDtype
+    row_width: int
+    max_context_len: int
+    max_tree_nodes: int
+    max_sequences: int
+    page_size_tokens: int
+    num_pages: int
