@@ -21,7 +21,11 @@ BUNDLES = """= control target key end
    0xb   : >> { %e = vmatmul %q }
    0xc PF: > { %v = vmatmul %q }
    0xd   : > { %9 = sbr.rel (!%p1) target bundleno = 1 (0x1), region = 6 }
-   0xe   :  { %s1 = smov.u32 1 }
+   0xe   : > {}
+   0xf   : > {}
+  0x10   : > {}
+  0x11   : > {}
+  0x12   :  { %s1 = smov.u32 1 }
 """
 UTILIZATION = """== CAPACTIY:
 MATMUL, SALU
@@ -41,6 +45,10 @@ MATMUL, SALU
 2 0
 1 0
 0 1
+0 0
+0 0
+0 0
+0 0
 0 1
 """
 
@@ -48,10 +56,10 @@ MATMUL, SALU
 def test_a_loop_counts_its_own_cycles_and_the_longest_of_alternative_page_issues() -> None:
     schedule = parse(BUNDLES, UTILIZATION)
     (outer,) = schedule.loops(1)
-    # 6 up to the branch's delay slots, 2 that issue pages (not the other one's 1), 2 at the end.
-    assert outer.cycles == 6 + 2 + 2
+    # 6 up to the branch's delay slots, 2 that issue pages (not the other's 1), 6 at the end.
+    assert outer.cycles == 6 + 2 + 6
     assert outer.issue_cycles == 2
-    assert outer.empty == 4
+    assert outer.empty == 8
     (inner,) = schedule.loops(2)
     assert (inner.cycles, inner.used["MATMUL"]) == (2, 2)
     assert schedule.hottest() == inner
@@ -59,5 +67,5 @@ def test_a_loop_counts_its_own_cycles_and_the_longest_of_alternative_page_issues
 
 
 def test_files_of_different_kernels_are_refused() -> None:
-    with pytest.raises(ValueError, match="15 bundles but 14 rows"):
+    with pytest.raises(ValueError, match="19 bundles but 18 rows"):
         parse(BUNDLES, UTILIZATION.rstrip("\n").rsplit("\n", 1)[0])
