@@ -16,13 +16,16 @@ _M_TRIM_THRESHOLD = -1  # glibc's malloc.h
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 32 << 20  # the most that glibc takes on 64 bits
 _TRIM_THRESHOLD_BYTES = 256 << 20
+_M_ARENA_MAX = -8
+_NUM_ARENAS = 2
 _PARENT_POLL_SECONDS = 0.5
 
 
 def tune_malloc() -> bool:
     """Keeps large buffers on the heap instead of mapping and faulting each anew.
 
-    16 MiB messages get 4-5 times cheaper (measured). Returns whether the C library took it: only
+    16 MiB messages get 4-5 times cheaper (measured). Few arenas, because compiling leaves every
+    thread's own arena full of holes. Returns whether the C library took it: only
     glibc knows these settings.
     """
     if not sys.platform.startswith("linux"):
@@ -32,7 +35,8 @@ def tune_malloc() -> bool:
         return False
     mapped = mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     trimmed = mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-    return bool(mapped and trimmed)
+    few_arenas = mallopt(_M_ARENA_MAX, _NUM_ARENAS)
+    return bool(mapped and trimmed and few_arenas)
 
 
 def return_free_memory() -> None:
