@@ -310,7 +310,7 @@ async def test_an_absent_draft_does_not_keep_the_router_from_serving(model: Path
 
 
 async def test_an_eviction_costs_speculation_for_a_while(world: World) -> None:
-    world.verify_simulator.trouble.delay_seconds = 0.005
+    world.verify_simulator.trouble.delay_seconds = 0.02  # so that the eviction comes in its midst
     call = world.stub.Generate(generation_pb2.GenerateRequest(**request(max_tokens=300)))
     running = asyncio.create_task(collect(call))
     await asyncio.sleep(0.1)
