@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from common.pages import PageCounts
 from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState
 from verify_service import checks
 from verify_service.commands import (
@@ -32,7 +33,6 @@ from verify_service.commands import (
 from verify_service.events import Closed, Event, Failed, RoundDone, StateReport
 from verify_service.features import FeatureWindow
 from verify_service.limits import VerifyLimits
-from verify_service.pages import PageCounts
 from verify_service.registry import Registry
 from verify_service.residency import Residency
 from verify_service.sequences import PendingRound, VerifySequence

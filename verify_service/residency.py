@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from common.pages import PageCounts, PagePool
 from verify_service.limits import VerifyLimits
-from verify_service.pages import PageCounts, PagePool
 from verify_service.sequences import NO_SLOT, VerifySequence
 
 

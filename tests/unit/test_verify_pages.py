@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verify_service.pages import OutOfPages, PageCounts, PagePool
+from common.pages import OutOfPages, PageCounts, PagePool
 
 
 def counts(pool: PagePool) -> tuple[int, int, int, int]:
