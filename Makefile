@@ -76,6 +76,7 @@ protos: $(VENV)/.installed-test  ## Generate canopy/v1 from protos/.
 
 deploy-files: $(VENV)/.installed-deploy  ## Generate the chart's schema, dashboards and docs/metrics.md.
 	$(BIN)/python tools/chart_schema.py
+	$(BIN)/python tools/metrics_doc.py
 
 bench: $(VENV)/.installed  ## Losslessness and speed on a few prompts of our own.
 	$(BIN)/python -m benchmarks.lossless --limit 4 --max-tokens 48

@@ -176,6 +176,7 @@ class RouterCore:
         machine = GenerationMachine(
             generation, secrets.token_bytes(16), text, self._machine_settings(), arrived
         )
+        machine.clock.observer = machine.statistics.observer = self._metrics.rounds
         session = Session(
             machine, self._tokenizer, self, self._clock, self._config.max_unread_tokens
         )

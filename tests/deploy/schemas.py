@@ -1,8 +1,8 @@
 """Strict JSON schemas of the kinds that the chart renders.
 
 - Kubernetes' own: the strict schemas in the package `kubernetes-validate`.
-- Prometheus operator and KEDA: made from the typed models that the `cloudcoil` packages generate out
-  of those projects' CRDs, and closed, so that a misspelt field fails.
+- Prometheus operator and KEDA: made from the typed models that the `cloudcoil` packages generate
+  out of those projects' CRDs, and closed, so that a misspelt field fails.
 - LeaderWorkerSet: no package has its CRD, so the fields that the chart uses are written down here
   after the API's reference; its pod templates are checked as Kubernetes' own.
 """
@@ -49,9 +49,9 @@ LEADER_WORKER_SET: Schema = {
                     "properties": {
                         "type": {"const": "RollingUpdate"},
                         "rollingUpdateConfiguration": {
-                            "properties": {
-                                name: WHOLE for name in ("partition", "maxUnavailable", "maxSurge")
-                            }
+                            "properties": dict.fromkeys(
+                                ("partition", "maxUnavailable", "maxSurge"), WHOLE
+                            )
                         },
                     },
                 },

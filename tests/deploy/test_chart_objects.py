@@ -97,7 +97,7 @@ MATRIX: dict[str, Object] = {
     "settings": {
         "router": {"config": {"max_running": 512, "tree_depth": 4, "tree_seconds": 0.5}},
         "draft": {"config": {"boundaries": [2, 16, 29], "feature_memory_bytes": 268435456}},
-        "verify": {"config": {"kv_pool_tokens": 262144, "row_buckets": [8, 64], "dtype": "bfloat16"}},
+        "verify": {"config": {"kv_pool_tokens": 262144, "row_buckets": [8, 64]}},
         "fullnameOverride": "spec", "logFormat": "text",
     },
     **{f"slice-{name}": {"draft": {"slice": name}, "verify": {"slice": name}} for name in SLICES},
