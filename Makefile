@@ -75,8 +75,9 @@ protos: $(VENV)/.installed-test  ## Generate canopy/v1 from protos/.
 	$(BIN)/python tools/generate_stubs.py
 
 deploy-files: $(VENV)/.installed-deploy  ## Generate the chart's schema, dashboards and docs/metrics.md.
-	$(BIN)/python tools/chart_schema.py
-	$(BIN)/python tools/metrics_doc.py
+	$(BIN)/python -m tools.chart_schema
+	$(BIN)/python -m tools.metrics_doc
+	$(BIN)/python -m tools.dashboards
 
 bench: $(VENV)/.installed  ## Losslessness and speed on a few prompts of our own.
 	$(BIN)/python -m benchmarks.lossless --limit 4 --max-tokens 48

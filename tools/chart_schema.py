@@ -4,7 +4,7 @@
 types and limits are read off the settings' classes, so that helm refuses what a service would
 refuse. Settings that the chart derives from other values are left out there.
 
-Usage: python tools/chart_schema.py [--out FILE]
+Usage: python -m tools.chart_schema [--out FILE]
 """
 
 from __future__ import annotations

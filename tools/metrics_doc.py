@@ -1,6 +1,6 @@
 """Generates the tables of docs/metrics.md out of the services' own definitions.
 
-Usage: python tools/metrics_doc.py [--out FILE]
+Usage: python -m tools.metrics_doc [--out FILE]
 """
 
 from __future__ import annotations

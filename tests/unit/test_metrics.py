@@ -27,7 +27,7 @@ def scraped(metrics: Metrics) -> dict[str, float]:
 
 def test_the_committed_page_is_current() -> None:
     page = metrics_doc.PAGE.read_text(encoding="utf-8")
-    assert page == metrics_doc.page(page), "run `python tools/metrics_doc.py`"
+    assert page == metrics_doc.page(page), "run `make deploy-files`"
 
 
 @pytest.mark.parametrize("service", metrics_doc.SERVICES)
