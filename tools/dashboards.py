@@ -41,6 +41,7 @@ def thresholds(panel: Panel) -> Any:
 
 
 def panel_builder(panel: Panel) -> Any:
+    built: Any
     match panel.kind:
         case "number":
             built = stat.Panel().height(5)

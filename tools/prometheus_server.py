@@ -1,7 +1,7 @@
 """A real Prometheus server on a free port, which scrapes the services of a running stack.
 
-Needs the programs of Debian's package `prometheus`. Used by `make check-deploy`, the fault drill and
-the picture of the dashboards.
+Needs the programs of Debian's package `prometheus`. Used by `make check-deploy`, the fault drill
+and the picture of the dashboards.
 """
 
 from __future__ import annotations
