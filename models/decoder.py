@@ -5,9 +5,11 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from models.config import TargetConfig
-from models.layers import Attend, Attention, RMSNorm, SwiGLU
+from models.experts import Experts
+from models.layers import Attend, Attention, RMSNorm, SwiGLU, sum_over
 from models.rope import rope_angles
 
 _normal = nn.initializers.normal(0.02)
@@ -29,7 +31,18 @@ class DecoderLayer(nn.Module):
         mixed, block_kv = attention(normed, angles, attend)
         stream = stream + mixed
         normed = RMSNorm(config.norm_eps, config.dtype, name="mlp_norm")(stream)
-        mlp = SwiGLU(config.mlp_size, config.hidden_size, config.mlp_bias, config.dtype, name="mlp")
+        mlp: nn.Module
+        if config.local_experts is not None and config.is_sparse(self.layer):
+            mlp = Experts(config.local_experts, config.dtype, config.axis, name="experts")
+        else:
+            mlp = SwiGLU(
+                config.local_mlp_size,
+                config.hidden_size,
+                config.mlp_bias,
+                config.dtype,
+                config.axis,
+                name="mlp",
+            )
         return stream + mlp(normed), block_kv
 
 
@@ -46,11 +59,11 @@ class Decoder(nn.Module):
         self, tokens: jax.Array, positions: jax.Array, attend: Attend
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         config = self.config
-        table_shape = (config.vocab_size, config.hidden_size)
+        table_shape = (config.local_vocab_size, config.hidden_size)
         embedding = self.param("embedding", _normal, table_shape, config.dtype)
         if not config.tied_embeddings:
             self.param("lm_head", _normal, table_shape, config.dtype)
-        stream = jnp.take(embedding, tokens, axis=0, mode="clip")
+        stream = embedding_rows(embedding, tokens, config)
         angles = rope_angles(config.rope, config.head_dim, positions)
         boundaries, blocks = [stream], []
         for layer in range(config.num_layers):
@@ -67,3 +80,14 @@ class Decoder(nn.Module):
         )
         hidden = RMSNorm(config.norm_eps, config.dtype, name="final_norm")(stream)
         return hidden, jnp.stack(blocks), features
+
+
+def embedding_rows(table: jax.Array, tokens: jax.Array, config: TargetConfig) -> jax.Array:
+    """[T, Ht]: the tokens' rows; a chip that does not hold a row adds zeros."""
+    tokens = jnp.clip(tokens, 0, config.vocab_size - 1)
+    if config.axis is None:
+        return jnp.take(table, tokens, axis=0, mode="clip")
+    own = tokens - lax.axis_index(config.axis) * jnp.int32(config.local_vocab_size)
+    held = (own >= 0) & (own < config.local_vocab_size)
+    rows = jnp.take(table, own, axis=0, mode="clip")
+    return sum_over(jnp.where(held[:, None], rows, 0), config.axis)

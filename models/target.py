@@ -5,23 +5,23 @@ The model knows nothing of caches: attention goes through the engine's `attend` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from models.checkpoint import Checkpoint, open_checkpoint
+from models.checkpoint import open_checkpoint
 from models.config import TargetConfig, read_target_config
 from models.decoder import Decoder
-from models.families import family_named
 from models.layers import Attend, Params, project_to_vocabulary
-
-Progress = Callable[[int, int], None]
-"""(tensors read, tensors in all), called after each tensor."""
+from models.loading import Progress as Progress
+from models.loading import load_parameters
 
 
 def target_forward(
@@ -45,8 +45,12 @@ def target_forward(
 
 
 def target_logits(config: TargetConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """float32 [N, V] of hidden [N, Ht], which is after the final norm."""
-    return project_to_vocabulary(hidden, output_table(config, params))
+    """float32 [N, V] of hidden [N, Ht], which is after the final norm; whole on every chip."""
+    logits = project_to_vocabulary(hidden, output_table(config, params))
+    if config.axis is None:
+        return logits
+    whole: jax.Array = lax.all_gather(logits, config.axis, axis=1, tiled=True)
+    return whole[:, : config.vocab_size]
 
 
 def output_table(config: TargetConfig, params: Params) -> jax.Array:
@@ -56,7 +60,7 @@ def output_table(config: TargetConfig, params: Params) -> jax.Array:
 
 
 def parameter_shapes(config: TargetConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Path -> shape of every parameter, in the order they are run."""
+    """Path -> shape of every parameter, in the order they are run: what one chip holds of it."""
 
     def keep_q(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
         return q
@@ -106,47 +110,27 @@ def load_target(
     dtype: DTypeLike = np.float32,
     boundaries: Sequence[int] | None = None,
     progress: Progress | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[TargetConfig, Params]:
-    """Configuration and parameters (on the default device) of a model directory.
+    """Configuration and parameters of a model directory, on the default device or split over a
+    mesh.
 
-    Tensors are read one at a time; host memory beyond the parameters stays near twice the largest.
-    `boundaries` None: the default ones (models/config.py); empty: no features.
+    Tensors are read one at a time into arrays of their own device (models/loading.py). `boundaries`
+    None: the default ones (models/config.py); empty: no features.
 
     Raises:
       ModelError and its kinds (models/errors.py), each message naming file, tensor and remedy.
     """
     directory = Path(directory)
     config = read_target_config(directory, dtype=dtype, boundaries=boundaries)
+    if mesh is not None:
+        config = config.with_shards(mesh.size)
     checkpoint = open_checkpoint(directory)
-    shapes = parameter_shapes(config)
-    tensor_name = family_named(config.family).tensor_name
-    names = {path: tensor_name(path) for path in shapes}
-    checkpoint.check_names(names.values(), allowed=_redundant(config, checkpoint))
-    leaves: dict[tuple[str, ...], jax.Array] = {}
-    for path, shape in shapes.items():
-        leaves[path] = _read_leaf(checkpoint, names[path], path, shape, config)
-        if progress is not None:
-            progress(len(leaves), len(shapes))
+    leaves = load_parameters(
+        checkpoint,
+        config,
+        parameter_shapes(config),
+        mesh if config.num_shards > 1 else None,
+        progress,
+    )
     return config, unflatten(leaves)
-
-
-def _read_leaf(
-    checkpoint: Checkpoint,
-    name: str,
-    path: tuple[str, ...],
-    shape: tuple[int, ...],
-    config: TargetConfig,
-) -> jax.Array:
-    """One parameter; a kernel is stored [out, in] in files and kept [in, out] here."""
-    is_kernel = path[-1] == "kernel"
-    stored = checkpoint.read(name, shape[::-1] if is_kernel else shape)
-    host = stored.astype(config.dtype, copy=False)
-    if is_kernel:
-        host = np.ascontiguousarray(host.T)
-    return jnp.asarray(host).block_until_ready()
-
-
-def _redundant(config: TargetConfig, checkpoint: Checkpoint) -> list[str]:
-    """Tensors some exporters write that carry nothing: RoPE tables, a tied model's lm_head."""
-    tables = [name for name in checkpoint.names if name.endswith("rotary_emb.inv_freq")]
-    return [*tables, "lm_head.weight"] if config.tied_embeddings else tables
