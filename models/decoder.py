@@ -63,7 +63,8 @@ class Decoder(nn.Module):
         embedding = self.param("embedding", _normal, table_shape, config.dtype)
         if not config.tied_embeddings:
             self.param("lm_head", _normal, table_shape, config.dtype)
-        stream = embedding_rows(embedding, tokens, config)
+        axis = None if self.is_initializing() else config.axis
+        stream = embedding_rows(embedding, tokens, config.vocab_size, axis)
         angles = rope_angles(config.rope, config.head_dim, positions)
         boundaries, blocks = [stream], []
         for layer in range(config.num_layers):
@@ -82,12 +83,14 @@ class Decoder(nn.Module):
         return hidden, jnp.stack(blocks), features
 
 
-def embedding_rows(table: jax.Array, tokens: jax.Array, config: TargetConfig) -> jax.Array:
-    """[T, Ht]: the tokens' rows; a chip that does not hold a row adds zeros."""
-    tokens = jnp.clip(tokens, 0, config.vocab_size - 1)
-    if config.axis is None:
+def embedding_rows(
+    table: jax.Array, tokens: jax.Array, vocab_size: int, axis: str | None
+) -> jax.Array:
+    """[T, Ht]: the tokens' rows. Over a mesh axis, a chip that does not hold a row adds zeros."""
+    tokens = jnp.clip(tokens, 0, vocab_size - 1)
+    if axis is None:
         return jnp.take(table, tokens, axis=0, mode="clip")
-    own = tokens - lax.axis_index(config.axis) * jnp.int32(config.local_vocab_size)
-    held = (own >= 0) & (own < config.local_vocab_size)
+    own = tokens - lax.axis_index(axis) * jnp.int32(table.shape[0])
+    held = (own >= 0) & (own < table.shape[0])
     rows = jnp.take(table, own, axis=0, mode="clip")
-    return sum_over(jnp.where(held[:, None], rows, 0), config.axis)
+    return sum_over(jnp.where(held[:, None], rows, 0), axis)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from models.checkpoint import Checkpoint, HostArray, TensorEntry
 from models.config import TargetConfig
 from models.families import family_named
-from models.sharding import global_shape, parameter_spec, share_of
+from models.sharding import global_shape, parameter_spec, share_of, split_axis
 
 MAX_BLOCK_BYTES = 64 << 20
 
@@ -86,15 +86,18 @@ def _place(
         for shard, device in enumerate(mesh.devices.flat)
         if device.process_index == jax.process_index()
     ]
-    spec = parameter_spec(leaf.path)
-    buffers = dict(_filled(leaf, entries, config, [shard for shard, _ in here] if spec else [0]))
+    is_split = split_axis(leaf.path) is not None
+    buffers = dict(
+        _filled(leaf, entries, config, [shard for shard, _ in here] if is_split else [0])
+    )
     parts = []
     for shard, device in here:
-        buffer = buffers.pop(shard) if spec else buffers[0]
+        buffer = buffers.pop(shard) if is_split else buffers[0]
         parts.append(jax.device_put(buffer, device).block_until_ready())
         del buffer
+    sharding = NamedSharding(mesh, parameter_spec(leaf.path))
     whole = global_shape(config, leaf.path, leaf.shape)
-    return jax.make_array_from_single_device_arrays(whole, NamedSharding(mesh, spec), parts)
+    return jax.make_array_from_single_device_arrays(whole, sharding, parts)
 
 
 def _stored(leaf: _Leaf, config: TargetConfig) -> tuple[int, ...]:
