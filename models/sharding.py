@@ -9,7 +9,9 @@ layer, one for the embedding, and the logits are gathered).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +19,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from models.config import MODEL_AXIS, TargetConfig
 from models.errors import ModelError
+from models.layers import Params
+from models.trees import flatten, unflatten
 
 _BY_OUTPUT = ("q", "k", "v", "gate", "up")  # kernel [in, out] and bias [out] split at `out`
 _BY_INPUT = ("o", "down")  # kernel [in, out] split at `in`; the bias comes after the sum
@@ -61,6 +65,23 @@ PAGES_SPEC = PartitionSpec(None, None, MODEL_AXIS)  # type: ignore[no-untyped-ca
 """KV pages: by KV head (kernels/kv_layout.py has the order of the axes)."""
 
 WHOLE_SPEC = PartitionSpec()  # type: ignore[no-untyped-call]
+
+
+def parameter_specs(params: Params) -> Params:
+    """The same tree with a PartitionSpec in the place of each array."""
+    return unflatten({path: parameter_spec(path) for path, _ in flatten(params)})
+
+
+def split_over(
+    mesh: Mesh | None, function: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """`function` run by every chip on its own shares; as it is without a mesh."""
+    if mesh is None:
+        return function
+    split: Callable[..., Any] = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return split
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ The model knows nothing of caches: attention goes through the engine's `attend` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from models.decoder import Decoder
 from models.layers import Attend, Params, project_to_vocabulary
 from models.loading import Progress as Progress
 from models.loading import load_parameters
+from models.trees import flatten as flatten
+from models.trees import unflatten as unflatten
 
 
 def target_forward(
@@ -70,26 +72,6 @@ def parameter_shapes(config: TargetConfig) -> dict[tuple[str, ...], tuple[int, .
         lambda key: Decoder(config).init(key, row, row, keep_q), jax.random.key(0)
     )
     return {path: tuple(leaf.shape) for path, leaf in flatten(variables["params"])}
-
-
-def flatten(tree: Params, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path, leaf) of a nested dict."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, (*path, key))
-        else:
-            yield (*path, key), value
-
-
-def unflatten(leaves: dict[tuple[str, ...], Any]) -> Params:
-    """The nested dict of (path, leaf): the inverse of `flatten`."""
-    tree: Params = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return tree
 
 
 def init_target(config: TargetConfig, seed: int) -> Params:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 from common.log import get_logger
 from kernels.backend import Backend
@@ -27,6 +28,7 @@ from kernels.sample_and_accept.types import SamplerParams
 from kernels.tree_attention.api import tree_attention
 from models.config import TargetConfig
 from models.layers import Params
+from models.sharding import PAGES_SPEC, WHOLE_SPEC, parameter_specs, split_over
 from models.target import target_forward, target_logits
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
 from verify_service.step import SequenceOutcome, SequenceWork
@@ -82,17 +84,26 @@ class EngineConfig:
 class DeviceEngine:
     """Implements `step.VerifyEngine`. Called from one thread."""
 
-    def __init__(self, target: TargetConfig, params: Params, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        target: TargetConfig,
+        params: Params,
+        config: EngineConfig,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """`mesh`: where `params` are split over chips (`models.target.load_target`)."""
         self.target, self.config = target, config
         self._params = params
+        self._mesh = mesh if target.num_shards > 1 else None
         shape = pages_shape(
             num_layers=target.num_layers,
             num_pages=config.num_pages,
-            kv_heads=target.num_kv_heads,
+            kv_heads=target.stored_kv_heads,
             page_size=config.page_size,
             head_dim=target.head_dim,
         )
-        self._pages = jnp.zeros(shape, target.dtype)
+        where = None if self._mesh is None else NamedSharding(self._mesh, PAGES_SPEC)
+        self._pages = jnp.zeros(shape, target.dtype, device=where)
         self.pages_bytes = pages_bytes(shape, target.dtype)
         self._buckets = config.buckets()
         self._programs: dict[Bucket, Any] = {}
@@ -157,12 +168,17 @@ class DeviceEngine:
             _logger.warning("compile after warm-up", rows=bucket.num_rows, nodes=bucket.num_nodes)
         begun = time.monotonic()
         packing = self.config.shape.packing(bucket)
-        step = jax.jit(self._make_step(bucket), donate_argnums=(1,))
+        step = jax.jit(self._split(self._make_step(bucket)), donate_argnums=(1,))
         program = step.lower(self._params, self._pages, np.zeros(packing.size, np.int32)).compile()
         seconds = round(time.monotonic() - begun, 2)
         _logger.info("compiled", rows=bucket.num_rows, nodes=bucket.num_nodes, seconds=seconds)
         self._programs[bucket] = program
         return program
+
+    def _split(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Over the chips: all of them make the same picks, each keeps its heads' pages."""
+        in_specs = (parameter_specs(self._params), PAGES_SPEC, WHOLE_SPEC)
+        return split_over(self._mesh, step, in_specs, (PAGES_SPEC, WHOLE_SPEC, WHOLE_SPEC))
 
     def _make_step(self, bucket: Bucket) -> Callable[..., Any]:
         """(params, pages, buffer) -> (pages, small arrays, features [T, F])."""
