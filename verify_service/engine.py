@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from common.log import get_logger
 from kernels.backend import Backend
@@ -18,6 +19,7 @@ from kernels.chips import Chip
 from kernels.kv_layout import pages_bytes, pages_shape
 from models.config import TargetConfig
 from models.layers import Params
+from models.sharding import PAGES_SPEC
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
 from verify_service.program import SplitStep, StepParts, WholeStep
 from verify_service.step import SequenceOutcome, SequenceWork
@@ -76,17 +78,26 @@ class EngineConfig:
 class DeviceEngine:
     """Implements `step.VerifyEngine`. Called from one thread."""
 
-    def __init__(self, target: TargetConfig, params: Params, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        target: TargetConfig,
+        params: Params,
+        config: EngineConfig,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """`mesh`: where `params` are split over chips (`models.target.load_target`)."""
         self.target, self.config = target, config
         self._params = params
+        self._mesh = mesh if target.num_shards > 1 else None
         shape = pages_shape(
             num_layers=target.num_layers,
             num_pages=config.num_pages,
-            kv_heads=target.num_kv_heads,
+            kv_heads=target.stored_kv_heads,
             page_size=config.page_size,
             head_dim=target.head_dim,
         )
-        self._pages = jnp.zeros(shape, target.dtype)
+        where = None if self._mesh is None else NamedSharding(self._mesh, PAGES_SPEC)
+        self._pages = jnp.zeros(shape, target.dtype, device=where)
         self.pages_bytes = pages_bytes(shape, target.dtype)
         self._buckets = config.buckets()
         self._programs: dict[Bucket, Step] = {}
@@ -159,8 +170,8 @@ class DeviceEngine:
             chip=config.chip,
         )
         program: Step
-        if config.layers_per_program is None:
-            program = WholeStep(parts, self._params, self._pages)
+        if config.layers_per_program is None or self._mesh is not None:
+            program = WholeStep(parts, self._params, self._pages, self._mesh)
         else:
             program = SplitStep(parts, self._params, self._pages, config.layers_per_program)
         seconds = round(time.monotonic() - begun, 2)

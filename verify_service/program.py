@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from kernels.backend import Backend
 from kernels.chips import Chip
@@ -30,6 +31,7 @@ from kernels.sample_and_accept.types import SamplerParams
 from kernels.tree_attention.api import tree_attention
 from models.config import TargetConfig
 from models.layers import Params
+from models.sharding import PAGES_SPEC, WHOLE_SPEC, parameter_specs, split_over
 from models.target import (
     LayersOutput,
     embed_rows,
@@ -69,20 +71,22 @@ class StepParts:
     def layers(
         self,
         layers: Sequence[Params],
-        windows: Sequence[int | None],
+        kind: int,
         first: jax.Array | int,
         pages: jax.Array,
         stream: jax.Array,
         x: Arrays,
     ) -> LayersOutput:
-        """Consecutive layers, of which the first is the model's number `first`."""
+        """Consecutive layers of the kinds that the model has from number `kind` on; `first` is the
+        first one's own number, which may be traced.
+        """
 
-        def attend(place: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
+        def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
             return tree_attention(
                 q,
                 block_kv,
                 pages,
-                first + place,
+                first + (layer - kind),
                 x["page_table"],
                 x["kv_lens"],
                 x["starts"],
@@ -91,12 +95,12 @@ class StepParts:
                 x["ancestors"],
                 jnp.zeros_like(x["kv_lens"]),
                 scale=self.target.attention_scale,
-                window=windows[place],
+                window=self.target.windows[layer],
                 backend=self.backend,
                 chip=self.chip,
             )
 
-        return run_layers(self.target, layers, stream, x["positions"], attend)
+        return run_layers(self.target, layers, kind, stream, x["positions"], attend)
 
     def finish(
         self,
@@ -158,22 +162,27 @@ def verify_step(
     """The whole step, to be traced as one program. `pages` should be donated."""
     x = parts.unpack(buffer)
     layers = layer_params(parts.target, params)
-    stream = embed_rows(params, x["tokens"])
-    out = parts.layers(layers, parts.target.windows, 0, pages, stream, x)
+    stream = embed_rows(parts.target, params, x["tokens"])
+    out = parts.layers(layers, 0, 0, pages, stream, x)
     return parts.finish(params, pages, out.block_kv, (*out.entering, out.stream), x)
 
 
 class WholeStep:
     """The step of one bucket as one compiled program."""
 
-    def __init__(self, parts: StepParts, params: Params, pages: jax.Array) -> None:
+    def __init__(
+        self, parts: StepParts, params: Params, pages: jax.Array, mesh: Mesh | None
+    ) -> None:
+        """Over the chips of `mesh` all make the same picks, and each keeps its heads' pages."""
         self._params = params
         buffer = np.zeros(parts.shape.packing(parts.bucket).size, np.int32)
 
         def step(params: Params, pages: jax.Array, buffer: jax.Array) -> StepOutput:
             return verify_step(parts, params, pages, buffer)
 
-        lowered = jax.jit(step, donate_argnums=(1,)).lower(params, pages, buffer)
+        inputs = parameter_specs(params), PAGES_SPEC, WHOLE_SPEC
+        split = split_over(mesh, step, inputs, (PAGES_SPEC, WHOLE_SPEC, WHOLE_SPEC))
+        lowered = jax.jit(split, donate_argnums=(1,)).lower(params, pages, buffer)
         self._program: Any = lowered.compile()
 
     def __call__(self, pages: jax.Array, buffer: np.ndarray[Any, Any]) -> StepOutput:
@@ -184,7 +193,7 @@ class WholeStep:
 
 class SplitStep:
     """The step of one bucket as programs of at most `layers_per_program` layers, one behind the
-    other. Groups of equal length and windows share a program.
+    other. Groups of the same kinds of layers share a program.
     """
 
     def __init__(
@@ -196,7 +205,7 @@ class SplitStep:
         buffer = np.zeros(parts.shape.packing(parts.bucket).size, np.int32)
 
         def embed(top: Params, buffer: jax.Array) -> jax.Array:
-            return embed_rows(top, parts.unpack(buffer)["tokens"])
+            return embed_rows(target, top, parts.unpack(buffer)["tokens"])
 
         self._embed: Any = jax.jit(embed).lower(self._top, buffer).compile()
         stream: Any = jax.eval_shape(embed, self._top, buffer)
@@ -204,9 +213,8 @@ class SplitStep:
         self._groups: list[tuple[Any, list[Params], np.int32]] = []
         blocks: list[Any] = []
         for span in even_spans(target.num_layers, layers_per_program):
-            group, windows = layers[span], target.windows[span]
-            first = np.int32(span.start)
-            key = len(group), windows
+            group, first = layers[span], np.int32(span.start)
+            key = tuple(target.layer_kind(layer) for layer in range(span.start, span.stop))
 
             def run(
                 group: Sequence[Params],
@@ -214,9 +222,9 @@ class SplitStep:
                 pages: jax.Array,
                 stream: jax.Array,
                 buffer: jax.Array,
-                windows: Sequence[int | None] = windows,
+                kind: int = span.start,
             ) -> LayersOutput:
-                return parts.layers(group, windows, first, pages, stream, parts.unpack(buffer))
+                return parts.layers(group, kind, first, pages, stream, parts.unpack(buffer))
 
             if key not in programs:
                 lowered = jax.jit(run).lower(group, first, pages, stream, buffer)
