@@ -6,12 +6,15 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from canopy import library
+from canopy.stack import Stack, StackSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/canopy"
@@ -59,6 +62,19 @@ def render(tmp_path_factory: pytest.TempPathFactory) -> Render:
         return [item for item in yaml.safe_load_all(result.stdout) if item]
 
     return rendered
+
+
+@pytest.fixture(scope="session")
+def settings() -> StackSettings:
+    model = library.fetch_model(library.DEMO_MODEL)
+    return StackSettings(model=model, head=library.demo_head(model), show_logs=False)
+
+
+@pytest.fixture(scope="session")
+def stack(settings: StackSettings) -> Iterator[Stack]:
+    """The real three processes; the last test kills the draft."""
+    with Stack(settings) as running:
+        yield running
 
 
 def named(objects: list[Object], kind: str, name: str) -> Object:

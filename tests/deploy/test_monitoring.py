@@ -17,7 +17,6 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from canopy import library
 from canopy.client import Client
 from canopy.results import CanopyError, Message, Options
 from canopy.stack import Child, Stack, StackSettings
@@ -114,18 +113,6 @@ def run_load(address: str, seconds: float) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-
-
-@pytest.fixture(scope="module")
-def settings() -> StackSettings:
-    model = library.fetch_model(library.DEMO_MODEL)
-    return StackSettings(model=model, head=library.demo_head(model), show_logs=False)
-
-
-@pytest.fixture(scope="module")
-def stack(settings: StackSettings) -> Iterator[Stack]:
-    with Stack(settings) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
