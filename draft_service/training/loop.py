@@ -1,6 +1,7 @@
 """The training loop: AdamW steps, checkpoints that resume exactly, progress, validation.
 
-OUTPUT/checkpoint.npz   params, optimiser state, scale of features, step, seconds; replaced atomically
+OUTPUT/checkpoint.npz   params, optimiser state, scale of features, step, seconds; replaced
+                        atomically
 OUTPUT/log.jsonl        one JSON object per report
 """
 
