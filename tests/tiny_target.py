@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from models.config import read_target_config
 from models.families import family_named
-from models.target import flatten, init_target, parameter_shapes
+from models.target import flatten, init_target
 
 EOS, IM_START, IM_END = 256, 257, 258
 VOCAB_SIZE = 260
@@ -38,8 +39,16 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write_tiny_target(directory: Path, seed: int = 0, **changes: Any) -> Path:
-    """Config, weights, tokenizer and chat template. Weights are large: far from near ties."""
+def write_tiny_target(
+    directory: Path,
+    seed: int = 0,
+    change: Callable[[dict[str, Any]], None] = lambda weights: None,
+    **changes: Any,
+) -> Path:
+    """Config, weights, tokenizer and chat template. Weights are large: far from near ties.
+
+    `change` alters the weights, float32 [out, in] by name; `changes` are fields of the config.
+    """
     settings = {**CONFIG, **changes}
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(settings))
@@ -50,7 +59,7 @@ def write_tiny_target(directory: Path, seed: int = 0, **changes: Any) -> Path:
         value = np.asarray(leaf) * (8.0 if leaf.ndim > 1 else 1.0)
         kernel = path[-1] == "kernel"
         weights[name_of(path)] = np.ascontiguousarray(value.T if kernel else value)
-    assert len(weights) == len(parameter_shapes(config))
+    change(weights)
     write_model(directory, settings, weights)
     _tokenizer().save(str(directory / "tokenizer.json"))
     fields = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|eos|>"}

@@ -59,8 +59,8 @@ class GivenHead:
         return GivenHead(directory, config, params)
 
     def vocabulary(self, responses: Iterable[Int32Array]) -> DraftVocabulary:
-        """The head's own draft vocabulary, and what it covers of `responses`."""
-        ids = np.asarray(self.params["draft_to_target"], np.int32)
+        """The head's own draft vocabulary, ascending, and what it covers of `responses`."""
+        ids = np.asarray(self.params["draft_to_target"], np.int32)[self._order]
         vocabulary = DraftVocabulary(ids, self.config.target_vocab_size, 0.0)
         return dataclasses.replace(vocabulary, coverage=vocabulary.share_of(responses))
 
@@ -82,7 +82,13 @@ class GivenHead:
 
     def frozen(self, tables: Frozen) -> Frozen:
         """`tables` with the head's own lm_head, which is what its logits are made with."""
-        return tables._replace(lm_head=jnp.asarray(np.asarray(self.params["lm_head"]).T))
+        rows = np.asarray(self.params["lm_head"])[self._order]
+        return tables._replace(lm_head=jnp.asarray(rows.T))
+
+    @property
+    def _order(self) -> Int32Array:
+        """Draft ids by ascending target id: what is exported must ascend."""
+        return np.argsort(np.asarray(self.params["draft_to_target"])).astype(np.int32)
 
     def initial_params(self, shape: HeadShape, frozen: Frozen) -> TrainedParams:
         """The head in training form; the scale of features is taken out of fc again."""
