@@ -94,8 +94,8 @@ def check(capsys: pytest.CaptureFixture[str], *flags: object) -> tuple[int, str,
 def test_the_reading_that_accepts_more_is_found_where_ids_are_ambiguous(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ids 1, 2, 3 are read as outputs by this layout's habit, boundaries 2, 3, 4; the state that the
-    head understands is that of the next layer."""
+    """Ids 1, 2, 3 are read as outputs by this layout's habit, boundaries 2, 3, 4; the state that
+    the head understands is that of the next layer."""
     asked = prompts(tmp_path, {"prompt": "count"}, {"turns": ["and on", "unused"]})
     common = ("--model", target, "--prompts", asked, "--max-tokens", 24, "--json")
     head = write_counting_head(tmp_path / "wrong", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
