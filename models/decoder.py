@@ -1,16 +1,12 @@
-"""The decoder all families share, as flax modules: embedding, layers, final norm, features."""
+"""The decoder layer that all families share, as a flax module."""
 
 from __future__ import annotations
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from models.config import TargetConfig
 from models.layers import Attend, Attention, RMSNorm, SwiGLU
-from models.rope import rope_angles
-
-_normal = nn.initializers.normal(0.02)
 
 
 class DecoderLayer(nn.Module):
@@ -31,39 +27,3 @@ class DecoderLayer(nn.Module):
         normed = RMSNorm(config.norm_eps, config.dtype, name="mlp_norm")(stream)
         mlp = SwiGLU(config.mlp_size, config.hidden_size, config.mlp_bias, config.dtype, name="mlp")
         return stream + mlp(normed), block_kv
-
-
-class Decoder(nn.Module):
-    """tokens, positions int32 [T] -> hidden [T, Ht], block_kv [L, T, ...], features [T, F].
-
-    The layers are unrolled: XLA's CPU backend runs them faster than a scan over stacked weights.
-    """
-
-    config: TargetConfig
-
-    @nn.compact
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        config = self.config
-        table_shape = (config.vocab_size, config.hidden_size)
-        embedding = self.param("embedding", _normal, table_shape, config.dtype)
-        if not config.tied_embeddings:
-            self.param("lm_head", _normal, table_shape, config.dtype)
-        stream = jnp.take(embedding, tokens, axis=0, mode="clip")
-        angles = rope_angles(config.rope, config.head_dim, positions)
-        boundaries, blocks = [stream], []
-        for layer in range(config.num_layers):
-            stream, block_kv = DecoderLayer(config, layer, name=f"layer_{layer}")(
-                stream, angles, attend
-            )
-            boundaries.append(stream)
-            blocks.append(block_kv)
-        captured = [boundaries[b] for b in config.boundaries]
-        features = (
-            jnp.concatenate(captured, axis=-1)
-            if captured
-            else jnp.zeros((stream.shape[0], 0), stream.dtype)
-        )
-        hidden = RMSNorm(config.norm_eps, config.dtype, name="final_norm")(stream)
-        return hidden, jnp.stack(blocks), features

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ from jax.typing import DTypeLike
 
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.config import TargetConfig, read_target_config
-from models.decoder import Decoder
+from models.decoder import DecoderLayer
 from models.families import family_named
-from models.layers import Attend, Params, project_to_vocabulary
+from models.layers import Attend, Params, RMSNorm, project_to_vocabulary
+from models.rope import rope_angles
 
 Progress = Callable[[int, int], None]
 """(tensors read, tensors in all), called after each tensor."""
@@ -27,7 +28,7 @@ Progress = Callable[[int, int], None]
 def target_forward(
     config: TargetConfig, params: Params, tokens: jax.Array, positions: jax.Array, attend: Attend
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """All layers over T rows.
+    """All layers over T rows: `embed_rows`, `run_layers` of them all, `finish_rows`.
 
     Args:
       tokens, positions: int32 [T]. A token outside the vocabulary reads the nearest row.
@@ -39,9 +40,67 @@ def target_forward(
       hidden [T, Ht] after the final norm; block_kv [L, T, num_kv_heads, 2*head_dim];
       features [T, F], the captured boundaries side by side. All in config.dtype.
     """
-    result: Any = Decoder(config).apply({"params": params}, tokens, positions, attend)
-    hidden, block_kv, features = result
-    return hidden, block_kv, features
+    stream = embed_rows(params, tokens)
+    out = run_layers(config, layer_params(config, params), stream, positions, attend)
+    hidden, features = finish_rows(config, params, (*out.entering, out.stream))
+    return hidden, jnp.stack(out.block_kv), features
+
+
+class LayersOutput(NamedTuple):
+    """What k layers leave. stream [T, Ht]; of each layer, in order: block_kv [T, num_kv_heads,
+    2*head_dim], and `entering` [T, Ht], the residual stream that it read.
+    """
+
+    stream: jax.Array
+    block_kv: tuple[jax.Array, ...]
+    entering: tuple[jax.Array, ...]
+
+
+def layer_params(config: TargetConfig, params: Params) -> list[Params]:
+    """The parameters of each layer, first to last."""
+    return [params[f"layer_{layer}"] for layer in range(config.num_layers)]
+
+
+def embed_rows(params: Params, tokens: jax.Array) -> jax.Array:
+    """The residual stream [T, Ht] entering the first layer."""
+    return jnp.take(params["embedding"], tokens, axis=0, mode="clip")
+
+
+def run_layers(
+    config: TargetConfig,
+    layers: Sequence[Params],
+    stream: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+) -> LayersOutput:
+    """Some consecutive layers over T rows; unrolled, which XLA's CPU backend runs faster than a
+    scan over stacked weights. `attend` is called with the layer's place in `layers`.
+    """
+    angles = rope_angles(config.rope, config.head_dim, positions)
+    blocks: list[jax.Array] = []
+    entering: list[jax.Array] = []
+    for place, params in enumerate(layers):
+        entering.append(stream)
+        result: Any = DecoderLayer(config, place).apply({"params": params}, stream, angles, attend)
+        stream, block_kv = result
+        blocks.append(block_kv)
+    return LayersOutput(stream, tuple(blocks), tuple(entering))
+
+
+def finish_rows(
+    config: TargetConfig, params: Params, boundaries: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """hidden [T, Ht] after the final norm, and features [T, F]: the captured boundaries side by
+    side. `boundaries`: the residual stream entering each layer, and behind the last; L + 1 of
+    [T, Ht].
+    """
+    last = boundaries[-1]
+    norm = RMSNorm(config.norm_eps, config.dtype)
+    hidden: Any = norm.apply({"params": params["final_norm"]}, last)
+    captured = [boundaries[b] for b in config.boundaries]
+    if not captured:
+        return hidden, jnp.zeros((last.shape[0], 0), last.dtype)
+    return hidden, jnp.concatenate(captured, axis=-1)
 
 
 def target_logits(config: TargetConfig, params: Params, hidden: jax.Array) -> jax.Array:
@@ -61,11 +120,20 @@ def parameter_shapes(config: TargetConfig) -> dict[tuple[str, ...], tuple[int, .
     def keep_q(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
         return q
 
-    row = jnp.zeros(1, jnp.int32)
+    row = jnp.zeros((1, config.hidden_size), config.dtype)
+    angles = rope_angles(config.rope, config.head_dim, jnp.zeros(1, jnp.int32))
     variables: Any = jax.eval_shape(
-        lambda key: Decoder(config).init(key, row, row, keep_q), jax.random.key(0)
+        lambda key: DecoderLayer(config, 0).init(key, row, angles, keep_q), jax.random.key(0)
     )
-    return {path: tuple(leaf.shape) for path, leaf in flatten(variables["params"])}
+    layer = {path: tuple(leaf.shape) for path, leaf in flatten(variables["params"])}
+    table = (config.vocab_size, config.hidden_size)
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {("embedding",): table}
+    for number in range(config.num_layers):
+        shapes |= {(f"layer_{number}", *path): shape for path, shape in layer.items()}
+    shapes[("final_norm", "scale")] = (config.hidden_size,)
+    if not config.tied_embeddings:
+        shapes[("lm_head",)] = table
+    return shapes
 
 
 def flatten(tree: Params, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
