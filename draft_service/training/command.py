@@ -28,7 +28,10 @@ def train(parsed: argparse.Namespace) -> int:
     import jax
     import yaml
 
+    from common.process import tune_malloc
     from models.errors import ModelError
+
+    tune_malloc()  # a step's buffers are as large as the last one's: mapping them anew costs a quarter
 
     # One device per core: a batch is split over them, which keeps all cores at work. It must be
     # said before jax makes its devices.
