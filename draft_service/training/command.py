@@ -31,7 +31,7 @@ def train(parsed: argparse.Namespace) -> int:
     from common.process import tune_malloc
     from models.errors import ModelError
 
-    tune_malloc()  # a step's buffers are as large as the last one's: mapping them anew costs a quarter
+    tune_malloc()  # mapping a step's buffers anew each time was a quarter of it
 
     # One device per core: a batch is split over them, which keeps all cores at work. It must be
     # said before jax makes its devices.
