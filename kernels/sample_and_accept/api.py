@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels.backend import Backend
 from kernels.checks import check_dtype, check_shape
 from kernels.chips import Chip
+from kernels.sample_and_accept.kernel import pick_rows_pallas
 from kernels.sample_and_accept.types import Accepted, SamplerParams
+from kernels.sample_and_accept.walk import Trees, walk_rows
 from kernels.sample_and_accept.xla import pick_and_walk_xla
 
 
@@ -82,11 +85,21 @@ def sample_and_accept(
         "node_sequence": node_sequence,
     }
     _check(logits, columns, params, stop_tokens, token_mask, max_depth)
-    if backend is not Backend.XLA:
-        raise NotImplementedError(
-            f"sample_and_accept: backend {backend.value} is not built"
-            f" (chip {chip.name if chip else None}); use Backend.XLA"
+    if backend.uses_kernel:
+        if chip is None:
+            raise ValueError(f"chip: backend {backend.value} needs one of kernels.chips.CHIPS")
+        rows = pick_rows_pallas(
+            logits,
+            positions,
+            node_sequence,
+            params,
+            jnp.asarray(want_logprobs),
+            token_mask,
+            chip=chip,
+            interpret=pltpu.InterpretParams() if backend is Backend.INTERPRET else False,
         )
+        trees = Trees(tokens, parents, node_sequence, stop_tokens, rows.usable)
+        return walk_rows(rows, trees, jnp.asarray(want_logprobs), max_depth)
     return pick_and_walk_xla(
         logits,
         tokens,
