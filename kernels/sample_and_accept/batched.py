@@ -37,6 +37,9 @@ class Part(Protocol):
     def perturbed(self) -> jax.Array:
         """score + noise; there from the noise on."""
 
+    def spread(self, row: Row) -> jax.Array:
+        """A Row beside every token: something that broadcasts with the arrays above."""
+
 
 class Terms(NamedTuple):
     """What each token adds: [R, n] arrays; reduced: Rows."""
@@ -87,10 +90,14 @@ def _number(condition: jax.Array) -> jax.Array:
 
 
 def find_edge(
-    reduce: Reduce, weigh: Callable[[Part], jax.Array], need: Row, wanted: jax.Array, ways: int
+    reduce: Reduce,
+    weigh: Callable[[Part], jax.Array] | None,
+    need: Row,
+    wanted: jax.Array,
+    ways: int,
 ) -> Row:
-    """Largest score v for which `weigh` of all scores >= v sums to `need`; of several within one
-    float's rounding the least. FLOOR in rows that are not `wanted` (bool Row).
+    """Largest score v for which `weigh` of all scores >= v sums to `need` (None: each weighs 1); of
+    several within one float's rounding the least. FLOOR in rows that are not `wanted` (bool Row).
 
     A pass cuts [low, high] in `ways` parts and keeps one; two ways where a pass is cheap, more
     where each costs a collective. It ends when one score is left between the bounds.
@@ -101,10 +108,15 @@ def find_edge(
         def terms(part: Part) -> Terms:
             found = []
             for value in values:
-                inside = part.scores >= value
-                found += [jnp.where(inside, weigh(part), jnp.float32(0)), _number(inside)]
+                inside = part.scores >= part.spread(value)
+                if weigh is not None:
+                    found.append(jnp.where(inside, weigh(part), jnp.float32(0)))
+                found.append(_number(inside))
             return Terms(tuple(found))
 
+        if weigh is None:
+            counts = reduce(terms, len(values), 0).sums
+            return list(zip(counts, counts, strict=True))
         sums = reduce(terms, 2 * len(values), 0).sums
         return list(zip(sums[::2], sums[1::2], strict=True))
 
@@ -140,7 +152,7 @@ def find_edge(
     low = lax.while_loop(lambda s: jnp.max(s.active) > 0, narrow, start).low
 
     def score_above(part: Part) -> Terms:
-        inside = part.scores >= low
+        inside = part.scores >= part.spread(low)
         return Terms((), (jnp.where(inside, -part.scores, -jnp.inf),))
 
     # The bound lies in the gap below the value that is sought: the edge is the score itself.
@@ -173,13 +185,16 @@ def edge_margins(
     threshold = edges.threshold
 
     def weight(part: Part) -> jax.Array:
-        return jnp.where(part.scores >= edges.top_k_edge, jnp.exp(part.scores), jnp.float32(0))
+        inside = part.scores >= part.spread(edges.top_k_edge)
+        return jnp.where(inside, jnp.exp(part.scores), jnp.float32(0))
 
     def near_pick(part: Part) -> Terms:
-        scores, weights = part.scores, weight(part)
-        in_top_k, outside = scores >= edges.top_k_edge, scores < threshold
-        above = [jnp.where(scores > pick_score - reach, weights, 0.0) for reach in REACHES]
-        beating = [outside & (part.perturbed > pick_perturbed - reach) for reach in REACHES]
+        scores, weights, spread = part.scores, weight(part), part.spread
+        in_top_k, outside = scores >= spread(edges.top_k_edge), scores < spread(threshold)
+        above = [jnp.where(scores > spread(pick_score - reach), weights, 0.0) for reach in REACHES]
+        beating = [
+            outside & (part.perturbed > spread(pick_perturbed - reach)) for reach in REACHES
+        ]
         return Terms(
             (_number(in_top_k), *above),
             (
@@ -197,7 +212,7 @@ def edge_margins(
         scores, weights = part.scores, weight(part)
         return Terms(
             tuple(
-                jnp.where(scores > rival + reach, weights, 0.0)
+                jnp.where(scores > part.spread(rival + reach), weights, 0.0)
                 for rival in rivals
                 for reach in REACHES
             )

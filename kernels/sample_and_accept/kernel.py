@@ -182,7 +182,11 @@ def pick_rows_pallas(
             scratch_shapes=[pltpu.VMEM((ROWS, plan.width), jnp.float32)] * 2,
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=plan.vmem_limit_bytes
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=plan.vmem_limit_bytes,
+            # Every span is a constant or a loop's index; the checks would take more scalar
+            # instructions than the passes have vector ones.
+            disable_bounds_checks=True,
         ),
         interpret=interpret,
         name="sample_rows",
