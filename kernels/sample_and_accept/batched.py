@@ -51,9 +51,7 @@ class Terms(NamedTuple):
 class Reduce(Protocol):
     """One pass: `terms` of every part, summed and maximised over the whole vocabulary."""
 
-    def __call__(
-        self, terms: Callable[[Part], Terms], num_sums: int, num_maxima: int
-    ) -> Terms: ...
+    def __call__(self, terms: Callable[[Part], Terms], num_sums: int, num_maxima: int) -> Terms: ...
 
 
 class RowFilters(NamedTuple):
@@ -102,7 +100,9 @@ def find_edge(
     A pass cuts [low, high] in `ways` parts and keeps one; two ways where a pass is cheap, more
     where each costs a collective. It ends when one score is left between the bounds.
     """
-    cuts = [cut / ways for cut in range(1, ways)]
+
+    def cut(low: Row, high: Row) -> list[Row]:
+        return [low + (high - low) * jnp.float32(part / ways) for part in range(1, ways)]
 
     def weight_and_count(values: list[Row]) -> list[tuple[Row, Row]]:
         def terms(part: Part) -> Terms:
@@ -120,10 +120,9 @@ def find_edge(
         sums = reduce(terms, 2 * len(values), 0).sums
         return list(zip(sums[::2], sums[1::2], strict=True))
 
-    def narrow(s: _Bounds) -> _Bounds:
-        values = [s.low + (s.high - s.low) * jnp.float32(cut) for cut in cuts]
+    def narrowed(s: _Bounds, values: list[Row], found: list[tuple[Row, Row]]) -> _Bounds:
         low, high, count_low, count_high, _ = s
-        for value, (weight, count) in zip(values, weight_and_count(values), strict=True):
+        for value, (weight, count) in zip(values, found, strict=True):
             enough = weight >= need
             low = jnp.where(enough, jnp.maximum(low, value), low)
             count_low = jnp.where(enough, jnp.minimum(count_low, count), count_low)
@@ -140,16 +139,20 @@ def find_edge(
             jnp.where(goes_on, s.active, jnp.float32(0)),
         )
 
+    def narrow(s: _Bounds) -> _Bounds:
+        values = cut(s.low, s.high)
+        return narrowed(s, values, weight_and_count(values))
+
     floor = jnp.full_like(need, FLOOR)
-    [(weight_all, count_all)] = weight_and_count([floor])
+    ceiling = jnp.full_like(need, 1e-6)  # just above the best score, which is 0
+    values = cut(floor, ceiling)
+    (weight_all, count_all), *found = weight_and_count([floor, *values])
     start = _Bounds(
-        floor,
-        jnp.full_like(need, 1e-6),  # just above the best score, which is 0
-        count_all,
-        jnp.zeros_like(need),
-        _number(wanted & (weight_all >= need) & (count_all > 1)),
+        floor, ceiling, count_all, jnp.zeros_like(need), _number(wanted & (weight_all >= need))
     )
-    low = lax.while_loop(lambda s: jnp.max(s.active) > 0, narrow, start).low
+    low = lax.while_loop(
+        lambda s: jnp.max(s.active) > 0, narrow, narrowed(start, values, found)
+    ).low
 
     def score_above(part: Part) -> Terms:
         inside = part.scores >= part.spread(low)
@@ -192,9 +195,7 @@ def edge_margins(
         scores, weights, spread = part.scores, weight(part), part.spread
         in_top_k, outside = scores >= spread(edges.top_k_edge), scores < spread(threshold)
         above = [jnp.where(scores > spread(pick_score - reach), weights, 0.0) for reach in REACHES]
-        beating = [
-            outside & (part.perturbed > spread(pick_perturbed - reach)) for reach in REACHES
-        ]
+        beating = [outside & (part.perturbed > spread(pick_perturbed - reach)) for reach in REACHES]
         return Terms(
             (_number(in_top_k), *above),
             (

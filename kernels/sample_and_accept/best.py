@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 
 NO_TOKEN = 2.0**30
-"""Index of a best that was never set; token ids are exact in float32 up to 2**24."""
+"""Token of a best that was never set; token ids are exact in float32 up to 2**24."""
 
 
 class Best(NamedTuple):
-    """float32, any one shape. `index`: token of `value`, the lowest among equals. `second`: the
+    """float32, any one shape. `token`: that of `value`, the lowest among equals. `second`: the
     best of all others."""
 
     value: jax.Array
     second: jax.Array
-    index: jax.Array
+    token: jax.Array
 
     @staticmethod
     def none(shape: tuple[int, ...]) -> Best:
@@ -30,14 +30,14 @@ class Best(NamedTuple):
         return Best(
             jnp.maximum(self.value, values),
             jnp.maximum(self.second, jnp.minimum(self.value, values)),
-            jnp.where(better, ids, self.index),
+            jnp.where(better, ids, self.token),
         )
 
     def merge(self, other: Best) -> Best:
         """Of both; their tokens are different ones."""
         value = jnp.maximum(self.value, other.value)
-        own = jnp.where(self.value == value, self.index, jnp.float32(NO_TOKEN))
-        others = jnp.where(other.value == value, other.index, jnp.float32(NO_TOKEN))
+        own = jnp.where(self.value == value, self.token, jnp.float32(NO_TOKEN))
+        others = jnp.where(other.value == value, other.token, jnp.float32(NO_TOKEN))
         second = jnp.maximum(self.second, other.second)
         second = jnp.maximum(second, jnp.minimum(self.value, other.value))
         return Best(value, second, jnp.minimum(own, others))
@@ -45,8 +45,8 @@ class Best(NamedTuple):
     def over_last_axis(self) -> Best:
         """Of all places along the last axis, which stays with size 1."""
         value = jnp.max(self.value, axis=-1, keepdims=True)
-        at_best = jnp.where(self.value == value, self.index, jnp.float32(NO_TOKEN))
-        index = jnp.min(at_best, axis=-1, keepdims=True)
+        at_best = jnp.where(self.value == value, self.token, jnp.float32(NO_TOKEN))
+        token = jnp.min(at_best, axis=-1, keepdims=True)
         # The winner's place gives its next best, every other place its best.
-        second = jnp.where(self.index == index, self.second, self.value)
-        return Best(value, jnp.max(second, axis=-1, keepdims=True), index)
+        second = jnp.where(self.token == token, self.second, self.value)
+        return Best(value, jnp.max(second, axis=-1, keepdims=True), token)

@@ -74,7 +74,8 @@ class Chunk:
     @property
     def ids(self) -> jax.Array:
         """int32 [8, width]."""
-        return self.start + lax.broadcasted_iota(jnp.int32, (ROWS, self.width), 1)
+        ids: jax.Array = self.start + lax.broadcasted_iota(jnp.int32, (ROWS, self.width), 1)
+        return ids
 
     @property
     def scores(self) -> jax.Array:
@@ -208,7 +209,7 @@ class RowBlock:
         best, broken = self.find_best(values)
         self.usable = (broken == 0) & (best.value > -jnp.inf) & (self.live[:, :1] > 0)
         self.best_logit = _over_lanes(jnp.where(self.usable, best.value, 0.0))
-        self._write(best.index, best.value - best.second)
+        self._write(best.token, best.value - best.second)
 
     def _write(self, index: jax.Array, margin: jax.Array) -> None:
         """Picks and margins of all rows, each [8, 1]."""
@@ -224,13 +225,13 @@ class RowBlock:
         edges = self._edges(any_top_k, any_top_p)
         best = self._perturb(edges.threshold)
         rows = (self.sampled[:, :1] > 0) & (best.value > -jnp.inf)
-        pick = jnp.where(rows, best.index, self.out_ref[:, 0:1])
+        pick = jnp.where(rows, best.token, self.out_ref[:, 0:1])
         gap = jnp.where(rows, best.value - best.second, self.out_ref[:, 1:2])
         self._write(pick, gap)
 
         @pl.when(any_filter)
         def _near_edges() -> None:
-            index, perturbed = _over_lanes(best.index), _over_lanes(best.value)
+            index, perturbed = _over_lanes(best.token), _over_lanes(best.value)
 
             def at_pick(chunk: Any) -> Terms:
                 chosen = chunk.ids.astype(jnp.float32) == chunk.spread(index)
@@ -303,7 +304,9 @@ class RowBlock:
             logits = self.logits_ref[:, chunk.span]
             if chunk.is_last and self.vocab != self.width:
                 logits = jnp.where(chunk.ids < self.vocab, logits, -jnp.inf)
-            at_pick = jnp.where(chunk.ids.astype(jnp.float32) == chunk.spread(pick), logits, -jnp.inf)
+            at_pick = jnp.where(
+                chunk.ids.astype(jnp.float32) == chunk.spread(pick), logits, -jnp.inf
+            )
             higher = jnp.maximum(most, _tree(jnp.maximum, logits))
             weights = jnp.exp(logits - chunk.spread(higher))
             total = total * jnp.exp(most - higher) + _tree(jnp.add, weights)
