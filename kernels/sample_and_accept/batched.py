@@ -48,10 +48,9 @@ class Terms(NamedTuple):
     maxima: tuple[jax.Array, ...] = ()
 
 
-class Reduce(Protocol):
-    """One pass: `terms` of every part, summed and maximised over the whole vocabulary."""
-
-    def __call__(self, terms: Callable[[Part], Terms], num_sums: int, num_maxima: int) -> Terms: ...
+Reduce = Callable[[Callable[[Part], Terms], int, int], Terms]
+"""One pass: what a function says of every part, summed and maximised over the whole vocabulary.
+Arguments: the function, the number of its sums, and of its maxima."""
 
 
 class RowFilters(NamedTuple):

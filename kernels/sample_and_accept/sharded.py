@@ -22,6 +22,7 @@ from jax import lax
 from kernels.noise import position_noise
 from kernels.sample_and_accept.batched import (
     Part,
+    Reduce,
     Row,
     RowEdges,
     RowFilters,
@@ -37,6 +38,16 @@ from kernels.sample_and_accept.xla import GREEDY_TEMPERATURE, best_two
 WAYS = 16
 """Parts that a round of the search cuts an interval in. More would save rounds, each a collective
 of some ten microseconds, and cost a comparison per logit and part."""
+
+
+def _sum(values: jax.Array, axis: str) -> jax.Array:
+    total: jax.Array = lax.psum(values, axis)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _max(values: jax.Array, axis: str) -> jax.Array:
+    most: jax.Array = lax.pmax(values, axis)  # type: ignore[no-untyped-call]
+    return most
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class _Vocabulary:
     axis: str
     ids: jax.Array
 
-    def reduce(self, share: _Share) -> Callable[[Callable[[Part], Terms], int, int], Terms]:
+    def reduce(self, share: _Share) -> Reduce:
         """A `batched.Reduce` over all chips' shares; Rows are [N, 1]."""
 
         def over(terms: Callable[[Part], Terms], num_sums: int, num_maxima: int) -> Terms:
@@ -66,10 +77,10 @@ class _Vocabulary:
             sums, maxima = jnp.zeros(0), jnp.zeros(0)
             if num_sums:
                 local = [jnp.sum(s, axis=1) for s in found.sums]
-                sums = lax.psum(jnp.stack(local), self.axis)[..., None]
+                sums = _sum(jnp.stack(local), self.axis)[..., None]
             if num_maxima:
                 local = [jnp.max(m, axis=1) for m in found.maxima]
-                maxima = lax.pmax(jnp.stack(local), self.axis)[..., None]
+                maxima = _max(jnp.stack(local), self.axis)[..., None]
             return Terms(tuple(sums), tuple(maxima))
 
         return over
@@ -202,7 +213,7 @@ def _find_edges(vocabulary: _Vocabulary, scores: jax.Array, filters: RowFilters)
 
     def search_top_p() -> tuple[Row, Row]:
         weights = jnp.where(scores >= top_k_edge, jnp.exp(scores), 0.0)
-        mass = lax.psum(jnp.sum(weights, axis=1, keepdims=True), vocabulary.axis)
+        mass = _sum(jnp.sum(weights, axis=1, keepdims=True), vocabulary.axis)
         reduce = vocabulary.reduce(_Share(scores, weights, scores))
         need = filters.top_p * mass
         return find_edge(reduce, lambda part: part.weights, need, has_p, WAYS), mass

@@ -1,29 +1,19 @@
-"""Run in a process of its own, with as many devices on the host as the first argument says: the
-ops inside `shard_map` against the same calls on one device. Prints what differs; exits with 1.
-
-Devices are forced by a flag that jax reads once; the test suite's own process has one.
+"""Run in a process of its own with several devices forced on the host (`test_split_over_chips`
+sets the flag, which jax reads once): the ops inside `shard_map` against the same calls on one
+device.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from typing import Any
-
-NUM_DEVICES = int(sys.argv[1])
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention_oracle import Sequence, make_step
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-
-from attention_oracle import Sequence, make_step
 from sampling_cases import params_of, random_logits, roots_call, tree_call
 
 from kernels.backend import Backend
@@ -32,6 +22,8 @@ from kernels.kv_commit.api import kv_commit
 from kernels.sample_and_accept.api import sample_and_accept
 from kernels.sample_and_accept.types import Accepted
 from kernels.tree_attention.api import tree_attention
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 MESH = Mesh(np.array(jax.devices()), ("model",))
 
@@ -84,10 +76,10 @@ def compare_samples(call: dict[str, Any], max_depth: int, mask: Any) -> None:
     specs += () if mask is None else (wide,)
     got = split(functools.partial(run, "model"), specs, P())(*arrays)
     want = jax.jit(functools.partial(run, None))(*arrays)
+    assert np.asarray(want.num_accepted).max() > 0 or max_depth == 0
     near = np.asarray(want.emitted_margins) < 1e-3
     same = np.asarray(got.emitted) == np.asarray(want.emitted)
     assert (same | near).all(), (got.emitted, want.emitted)
-    assert near.mean() < 0.5 or max_depth
     if not near[np.asarray(want.emitted) >= 0].any():
         np.testing.assert_array_equal(got.accepted, want.accepted)
     for name in ("emitted_margins", "emitted_logprobs"):
@@ -141,5 +133,5 @@ if __name__ == "__main__":
     walks()
     commit()
     attention(Backend.XLA)
-    if NUM_DEVICES == 2:
+    if jax.device_count() == 2:
         attention(Backend.INTERPRET)

@@ -21,8 +21,13 @@ ROOT = HERE.parent.parent
 def test_split_ops_equal_the_whole_ones(num_devices: int) -> None:
     path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(HERE / "split_programs.py"), str(num_devices)],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, str(HERE / "split_programs.py")],
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        },
         capture_output=True,
         text=True,
         check=False,
