@@ -242,12 +242,12 @@ def acceptance(model: Model, chip: Chip | None = None, *, masked: bool = False) 
     )
 
 
-def tree(model: Model, pool: int = 8 + 5 * 64) -> Call:
+def tree(model: Model, pool: int = 8 + 5 * 64, backend: Backend = Backend.XLA) -> Call:
     """A pool of eight children of the root and five levels of eight children for eight nodes."""
     columns = [Argument((model.batch, pool), dtype) for dtype in (F32, I32, I32)]
     return Call(
         function=lambda *arrays: build_tree(
-            *arrays, num_nodes=model.nodes, max_depth=6, backend=Backend.XLA
+            *arrays, num_nodes=model.nodes, max_depth=6, backend=backend
         ),
         arguments=[*columns, Argument((model.batch,), I32)],
     )
