@@ -22,7 +22,8 @@ from benchmarks.prompts import read_conversations
 from benchmarks.serving import add_server_arguments, print_report, router
 from canopy.client import Client
 from canopy.results import CanopyError, Generation, Options, Round
-from common.errors import StartupError, exit_with_one_line
+from common.entry import run_program
+from common.errors import StartupError
 
 REPEAT_TOKENS = 8
 REPETITIVE_SHARE = 0.2
@@ -208,4 +209,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_with_one_line("benchmarks.acceptance", main))
+    sys.exit(run_program("benchmarks.acceptance", main))
