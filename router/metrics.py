@@ -9,10 +9,9 @@ from prometheus_client.registry import Collector
 
 from common.metrics import SECONDS_BUCKETS, Metrics, integer_buckets
 from router.actions import Failed, Finished
-from router.draft_link import DraftLink
 from router.errors import Failure
+from router.fleet import Fleet
 from router.machine import GenerationMachine
-from router.verify_link import VerifyLink
 
 MAX_DEPTH_LABEL = 32
 
@@ -20,8 +19,7 @@ MAX_DEPTH_LABEL = 32
 class Followed(Protocol):
     """What is read when Prometheus asks; the router's core."""
 
-    verify: VerifyLink
-    draft: DraftLink | None
+    fleet: Fleet
 
     @property
     def num_running(self) -> int: ...
@@ -57,7 +55,7 @@ class RouterMetrics:
             "completion_tokens", "Tokens emitted by ended generations"
         )
         self.reopened = metrics.counter(
-            "fail_overs", "Sequences opened anew after verify had lost them"
+            "fail_overs", "Sequences opened anew after a verify had lost them"
         )
         self.rollbacks = metrics.counter("rollbacks", "Sequences cut back", ["reason"])
         self.preemptions = metrics.counter(
@@ -168,22 +166,21 @@ class _LiveFigures(Collector):
 
     def collect(self) -> list[Metric]:
         core = self._core
-        links: list[VerifyLink | DraftLink] = [core.verify]
-        if core.draft is not None:
-            links.append(core.draft)
-        ready = _gauge("peer_ready", "1 while a peer is linked and serving", ["role"])
-        losses = _counter("peer_losses", "Links to peers that broke", ["role"])
-        wire = _counter("wire_bytes", "Bytes of command frames", ["role", "direction"])
-        frames = _counter("wire_frames", "Command frames", ["role", "direction"])
-        features = _counter("feature_bytes", "Feature bytes received and sent", ["role"])
-        for link in links:
-            ready.add_metric([link.role], float(link.peer.ready))
-            losses.add_metric([link.role], link.counts.num_losses)
-            wire.add_metric([link.role, "sent"], link.counts.num_bytes_sent)
-            wire.add_metric([link.role, "received"], link.counts.num_bytes_received)
-            frames.add_metric([link.role, "sent"], link.counts.num_frames_sent)
-            frames.add_metric([link.role, "received"], link.counts.num_frames_received)
-            features.add_metric([link.role], link.num_feature_bytes)
+        names = ["role", "peer"]
+        ready = _gauge("peer_ready", "1 while a peer is linked and serving", names)
+        losses = _counter("peer_losses", "Links to peers that broke", names)
+        wire = _counter("wire_bytes", "Bytes of command frames", [*names, "direction"])
+        frames = _counter("wire_frames", "Command frames", [*names, "direction"])
+        features = _counter("feature_bytes", "Feature bytes received and sent", names)
+        for link in core.fleet.links:
+            peer = [link.role, link.peer.address]
+            ready.add_metric(peer, float(link.peer.ready))
+            losses.add_metric(peer, link.counts.num_losses)
+            wire.add_metric([*peer, "sent"], link.counts.num_bytes_sent)
+            wire.add_metric([*peer, "received"], link.counts.num_bytes_received)
+            frames.add_metric([*peer, "sent"], link.counts.num_frames_sent)
+            frames.add_metric([*peer, "received"], link.counts.num_frames_received)
+            features.add_metric(peer, link.num_feature_bytes)
         running = _gauge("running_requests", "Generations in progress", [])
         running.add_metric([], core.num_running)
         waiting = _gauge("waiting_requests", "Of them, those without a token yet", [])
