@@ -76,6 +76,7 @@ def _add_model(commands: Commands[argparse.ArgumentParser]) -> None:
     fetch = actions.add_parser("fetch", help="download and convert a known model")
     fetch.add_argument("name", choices=[library.DEMO_MODEL])
     fetch.add_argument("--cache-dir", type=Path, help="where models are kept [the user's cache]")
+    fetch.add_argument("--with-head", action="store_true", help="put its head beside it, in heads/")
     fetch.set_defaults(run=_model_fetch)
 
 
@@ -133,7 +134,10 @@ def _serve_all(parsed: argparse.Namespace) -> int:
 
 
 def _model_fetch(parsed: argparse.Namespace) -> int:
-    print(library.fetch_model(parsed.name, parsed.cache_dir))
+    model = library.fetch_model(parsed.name, parsed.cache_dir)
+    print(model)
+    if parsed.with_head:
+        print(library.copy_demo_head(model, parsed.cache_dir))
     return 0
 
 
