@@ -5,9 +5,10 @@ The model knows nothing of caches: attention goes through the engine's `attend` 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,11 @@ from jax.typing import DTypeLike
 
 from models.checkpoint import open_checkpoint
 from models.config import TargetConfig, read_target_config
-from models.decoder import Decoder
-from models.layers import Attend, Params, project_to_vocabulary
+from models.decoder import DecoderLayer
+from models.layers import Attend, Params, RMSNorm, project_to_vocabulary, sum_over
 from models.loading import Progress as Progress
 from models.loading import load_parameters
+from models.rope import rope_angles
 from models.trees import flatten as flatten
 from models.trees import unflatten as unflatten
 
@@ -29,7 +31,7 @@ from models.trees import unflatten as unflatten
 def target_forward(
     config: TargetConfig, params: Params, tokens: jax.Array, positions: jax.Array, attend: Attend
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """All layers over T rows.
+    """All layers over T rows: `embed_rows`, `run_layers` of them all, `finish_rows`.
 
     Args:
       tokens, positions: int32 [T]. A token outside the vocabulary reads the nearest row.
@@ -41,9 +43,76 @@ def target_forward(
       hidden [T, Ht] after the final norm; block_kv [L, T, num_kv_heads, 2*head_dim];
       features [T, F], the captured boundaries side by side. All in config.dtype.
     """
-    result: Any = Decoder(config).apply({"params": params}, tokens, positions, attend)
-    hidden, block_kv, features = result
-    return hidden, block_kv, features
+    stream = embed_rows(config, params, tokens)
+    out = run_layers(config, layer_params(config, params), stream, positions, attend)
+    hidden, features = finish_rows(config, params, (*out.entering, out.stream))
+    return hidden, jnp.stack(out.block_kv), features
+
+
+class LayersOutput(NamedTuple):
+    """What k layers leave. stream [T, Ht]; of each layer, in order: block_kv [T, num_kv_heads,
+    2*head_dim], and `entering` [T, Ht], the residual stream that it read.
+    """
+
+    stream: jax.Array
+    block_kv: tuple[jax.Array, ...]
+    entering: tuple[jax.Array, ...]
+
+
+def layer_params(config: TargetConfig, params: Params) -> list[Params]:
+    """The parameters of each layer, first to last."""
+    return [params[f"layer_{layer}"] for layer in range(config.num_layers)]
+
+
+def embed_rows(config: TargetConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    """The residual stream [T, Ht] entering the first layer."""
+    table: jax.Array = params["embedding"]
+    tokens = jnp.clip(tokens, 0, config.vocab_size - 1)
+    if config.axis is None:
+        return jnp.take(table, tokens, axis=0, mode="clip")
+    # A chip that does not hold a row adds zeros.
+    own = tokens - lax.axis_index(config.axis) * jnp.int32(table.shape[0])
+    is_here = (own >= 0) & (own < table.shape[0])
+    rows = jnp.take(table, own, axis=0, mode="clip")
+    return sum_over(jnp.where(is_here[:, None], rows, 0), config.axis)
+
+
+def run_layers(
+    config: TargetConfig,
+    layers: Sequence[Params],
+    stream: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+) -> LayersOutput:
+    """Some consecutive layers over T rows; unrolled, which XLA's CPU backend runs faster than a
+    scan over stacked weights. `attend` is called with the layer's place in `layers`.
+    """
+    angles = rope_angles(config.rope, config.head_dim, positions)
+    blocks: list[jax.Array] = []
+    entering: list[jax.Array] = []
+    for place, params in enumerate(layers):
+        entering.append(stream)
+        module = DecoderLayer(config, place, sparse="experts" in params)
+        result: Any = module.apply({"params": params}, stream, angles, attend)
+        stream, block_kv = result
+        blocks.append(block_kv)
+    return LayersOutput(stream, tuple(blocks), tuple(entering))
+
+
+def finish_rows(
+    config: TargetConfig, params: Params, boundaries: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """hidden [T, Ht] after the final norm, and features [T, F]: the captured boundaries side by
+    side. `boundaries`: the residual stream entering each layer, and behind the last; L + 1 of
+    [T, Ht].
+    """
+    last = boundaries[-1]
+    norm = RMSNorm(config.norm_eps, config.dtype)
+    hidden: Any = norm.apply({"params": params["final_norm"]}, last)
+    captured = [boundaries[b] for b in config.boundaries]
+    if not captured:
+        return hidden, jnp.zeros((last.shape[0], 0), last.dtype)
+    return hidden, jnp.concatenate(captured, axis=-1)
 
 
 def target_logits(config: TargetConfig, params: Params, hidden: jax.Array) -> jax.Array:
@@ -67,11 +136,26 @@ def parameter_shapes(config: TargetConfig) -> dict[tuple[str, ...], tuple[int, .
     def keep_q(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
         return q
 
-    row = jnp.zeros(1, jnp.int32)
-    variables: Any = jax.eval_shape(
-        lambda key: Decoder(config).init(key, row, row, keep_q), jax.random.key(0)
-    )
-    return {path: tuple(leaf.shape) for path, leaf in flatten(variables["params"])}
+    row = jnp.zeros((1, config.hidden_size), config.dtype)
+    angles = rope_angles(config.rope, config.head_dim, jnp.zeros(1, jnp.int32))
+
+    @functools.cache
+    def layer_shapes(sparse: bool) -> dict[tuple[str, ...], tuple[int, ...]]:
+        layer = DecoderLayer(config, 0, sparse)
+        variables: Any = jax.eval_shape(
+            lambda key: layer.init(key, row, angles, keep_q), jax.random.key(0)
+        )
+        return {path: tuple(leaf.shape) for path, leaf in flatten(variables["params"])}
+
+    table = (config.local_vocab_size, config.hidden_size)
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {("embedding",): table}
+    for number in range(config.num_layers):
+        layer = layer_shapes(config.is_sparse(number))
+        shapes |= {(f"layer_{number}", *path): shape for path, shape in layer.items()}
+    shapes[("final_norm", "scale")] = (config.hidden_size,)
+    if not config.tied_embeddings:
+        shapes[("lm_head",)] = table
+    return shapes
 
 
 def init_target(config: TargetConfig, seed: int) -> Params:
@@ -108,11 +192,6 @@ def load_target(
     if mesh is not None:
         config = config.with_shards(mesh.size)
     checkpoint = open_checkpoint(directory)
-    leaves = load_parameters(
-        checkpoint,
-        config,
-        parameter_shapes(config),
-        mesh if config.num_shards > 1 else None,
-        progress,
-    )
-    return config, unflatten(leaves)
+    split_over = mesh if config.num_shards > 1 else None
+    shapes = parameter_shapes(config)
+    return config, unflatten(load_parameters(checkpoint, config, shapes, split_over, progress))

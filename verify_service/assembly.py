@@ -42,6 +42,10 @@ class Assembly:
     info: VerifyInfo
 
 
+LAYERS_PER_PROGRAM = 5
+"""On a CPU; six dispatches a step for SmolLM2. See verify_service/program.py."""
+
+
 def assemble(config: VerifyConfig) -> Assembly:
     """The warm engine and what is said of it. Raises StartupError with one line."""
     _set_up_jax(config)
@@ -138,6 +142,7 @@ def _engine(
                 row_buckets=config.row_buckets,
                 max_rows=config.max_step_tokens,
                 min_rows=8 if config.platform == "tpu" else 1,
+                layers_per_program=LAYERS_PER_PROGRAM if config.platform == "cpu" else None,
                 backend=backend_for_platform(config.platform),
                 chip=chip,
             ),

@@ -1,4 +1,4 @@
-"""Adjusted logits in float64 numpy, from whole token lists: the oracle. Knows no slots and trees."""
+"""Adjusted logits in float64 numpy, from whole token lists, without slots or trees: the oracle."""
 
 from __future__ import annotations
 

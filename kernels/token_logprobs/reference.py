@@ -10,7 +10,9 @@ def reference_logprobs(logits: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """[V] of one row."""
     row = np.asarray(logits, np.float64)
     best = row.max()
-    return row - best - np.log(np.exp(row - best).sum())
+    total = np.log(np.exp(row - best).sum())
+    logprobs: npt.NDArray[np.float64] = row - best - total
+    return logprobs
 
 
 def reference_top(logits: npt.ArrayLike, count: int) -> npt.NDArray[np.intp]:

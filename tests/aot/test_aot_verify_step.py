@@ -18,7 +18,8 @@ from models.config import TargetConfig
 from models.rope import RopeConfig
 from models.target import parameter_shapes, unflatten
 from verify_service.batch import Bucket
-from verify_service.engine import DeviceEngine, EngineConfig
+from verify_service.engine import EngineConfig
+from verify_service.program import StepParts, verify_step
 
 pytestmark = pytest.mark.aot
 
@@ -54,15 +55,20 @@ def test_verify_step_copies_neither_pages_nor_sorts_a_vocabulary(chip: str) -> N
         chip=CHIPS[chip],
     )
     bucket = Bucket(64, 64)
-    engine = object.__new__(DeviceEngine)  # without its pages: nothing is allocated here
-    engine.target, engine.config = SMOLLM2, config
-    step: Any = engine._make_step(bucket)
+    parts = StepParts(
+        target=SMOLLM2,
+        shape=config.shape,
+        bucket=bucket,
+        backend=config.backend,
+        chip=config.chip,
+    )
     shapes = parameter_shapes(SMOLLM2)
     shape = pages_shape(num_layers=4, num_pages=512, kv_heads=3, page_size=128, head_dim=64)
     size = pages_bytes(shape, jnp.bfloat16)
 
     def run(pages: Any, buffer: Any, *leaves: Any) -> Any:
-        return step(unflatten(dict(zip(shapes, leaves, strict=True))), pages, buffer)
+        params = unflatten(dict(zip(shapes, leaves, strict=True)))
+        return verify_step(parts, params, pages, buffer)
 
     program = compile_for_chip(
         chip,

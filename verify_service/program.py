@@ -1,0 +1,296 @@
+"""The verify step as device programs: from one packed buffer to tokens, features and new pages.
+
+Embed rows at their positions -> layers, attending the paged prefix and the step's own block ->
+logits of the nodes -> the target's pick per node -> walk -> K/V of committed rows into pages.
+Deferred commit: a rejected branch never touches the pages.
+
+`verify_step` is that whole, traced as one program: what a TPU wants. `SplitStep` runs the same
+parts as several programs, the layers a few at a time: a CPU loses nothing by it (measured: within
+the noise from 1 to 30 layers a program), and XLA then compiles and keeps one short program per
+bucket in place of one of all layers, which took 12 s and 120-280 MiB for SmolLM2's thirty.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from kernels.backend import Backend
+from kernels.chips import Chip
+from kernels.kv_commit.api import kv_commit
+from kernels.sample_and_accept.api import sample_and_accept
+from kernels.sample_and_accept.types import SamplerParams
+from kernels.tree_attention.api import tree_attention
+from models.config import TargetConfig
+from models.layers import Params
+from models.sharding import BLOCK_SPEC, PAGES_SPEC, WHOLE_SPEC, parameter_specs, split_over
+from models.target import (
+    LayersOutput,
+    embed_rows,
+    finish_rows,
+    layer_params,
+    run_layers,
+    target_logits,
+)
+from verify_service.batch import BatchShape, Bucket
+
+Arrays = dict[str, jax.Array]
+
+StepOutput = tuple[jax.Array, Arrays, jax.Array]
+"""(pages, small arrays: accepted [B, D], num_accepted [B], emitted [B, D + 1], margins and logprobs
+of those, features [T, F])."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """The parts of a step, all pure; `x` is what `unpack` makes of the buffer."""
+
+    target: TargetConfig
+    shape: BatchShape
+    bucket: Bucket
+    backend: Backend
+    chip: Chip | None
+    mesh: Mesh | None = None  # None: one chip
+
+    def unpack(self, buffer: jax.Array) -> Arrays:
+        """The fields of a buffer of `shape.packing(bucket)`."""
+        return {
+            field.name: lax.bitcast_convert_type(
+                buffer[span].reshape(field.shape), jnp.dtype(field.dtype)
+            )
+            for field, span in self.shape.packing(self.bucket).spans()
+        }
+
+    def layers(
+        self,
+        layers: Sequence[Params],
+        windows: Sequence[int | None],
+        first: jax.Array | int,
+        pages: jax.Array,
+        stream: jax.Array,
+        x: Arrays,
+    ) -> LayersOutput:
+        """Consecutive layers, of which the first is the model's number `first`."""
+
+        def attend(place: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
+            return tree_attention(
+                q,
+                block_kv,
+                pages,
+                first + place,
+                x["page_table"],
+                x["kv_lens"],
+                x["starts"],
+                x["starts"],
+                x["num_causal"],
+                x["ancestors"],
+                jnp.zeros_like(x["kv_lens"]),
+                scale=self.target.attention_scale,
+                window=windows[place],
+                backend=self.backend,
+                chip=self.chip,
+            )
+
+        return run_layers(self.target, layers, stream, x["positions"], attend)
+
+    def finish(
+        self,
+        params: Params,
+        pages: jax.Array,
+        blocks: Sequence[jax.Array],
+        boundaries: Sequence[jax.Array],
+        x: Arrays,
+    ) -> StepOutput:
+        """From the layers' output to the commit. `blocks`: block_kv of each layer; `boundaries`:
+        the residual stream entering each, and behind the last.
+        """
+        hidden, features = finish_rows(self.target, params, boundaries)
+        accepted = self._sample(params, hidden, x)
+        new_pages = kv_commit(
+            pages,
+            jnp.stack(blocks),
+            x["page_table"],
+            x["row_sequence"],
+            x["positions"],
+            _committed_rows(x, accepted.accepted, self.bucket.num_rows),
+            backend=Backend.XLA,
+        )
+        small = {
+            "accepted": accepted.accepted,
+            "num_accepted": accepted.num_accepted,
+            "emitted": accepted.emitted,
+            "margins": accepted.emitted_margins,
+            "logprobs": accepted.emitted_logprobs,
+        }
+        return new_pages, small, features
+
+    def _sample(self, params: Params, hidden: jax.Array, x: Arrays) -> Any:
+        rows = x["node_rows"]
+        logits = target_logits(self.target, params, hidden[rows])
+        return sample_and_accept(
+            logits,
+            x["tokens"][rows],
+            x["node_parents"],
+            x["positions"][rows] + 1,
+            x["node_sequence"],
+            SamplerParams(
+                temperature=x["temperature"],
+                top_k=x["top_k"],
+                top_p=x["top_p"],
+                min_p=x["min_p"],
+                seed_lo=x["seed_lo"],
+                seed_hi=x["seed_hi"],
+            ),
+            x["stop_tokens"],
+            max_depth=self.shape.max_depth,
+            backend=Backend.XLA,
+        )
+
+
+def verify_step(
+    parts: StepParts, params: Params, pages: jax.Array, buffer: jax.Array
+) -> StepOutput:
+    """The whole step, to be traced as one program. `pages` should be donated."""
+    x = parts.unpack(buffer)
+    layers = layer_params(parts.target, params)
+    stream = embed_rows(parts.target, params, x["tokens"])
+    out = parts.layers(layers, parts.target.windows, 0, pages, stream, x)
+    return parts.finish(params, pages, out.block_kv, (*out.entering, out.stream), x)
+
+
+class WholeStep:
+    """The step of one bucket as one compiled program."""
+
+    def __init__(self, parts: StepParts, params: Params, pages: jax.Array) -> None:
+        self._params = params
+        buffer = np.zeros(parts.shape.packing(parts.bucket).size, np.int32)
+
+        def step(params: Params, pages: jax.Array, buffer: jax.Array) -> StepOutput:
+            return verify_step(parts, params, pages, buffer)
+
+        split = split_over(
+            parts.mesh,
+            step,
+            (parameter_specs(params), PAGES_SPEC, WHOLE_SPEC),
+            (PAGES_SPEC, WHOLE_SPEC, WHOLE_SPEC),
+        )
+        lowered = jax.jit(split, donate_argnums=(1,)).lower(params, pages, buffer)
+        self._program: Any = lowered.compile()
+
+    def __call__(self, pages: jax.Array, buffer: np.ndarray[Any, Any]) -> StepOutput:
+        """Runs the step; `pages` is given up."""
+        output: StepOutput = self._program(self._params, pages, buffer)
+        return output
+
+
+class SplitStep:
+    """The step of one bucket as programs of at most `layers_per_program` layers, one behind the
+    other. Groups of equal length and windows share a program.
+    """
+
+    def __init__(
+        self, parts: StepParts, params: Params, pages: jax.Array, layers_per_program: int
+    ) -> None:
+        target = parts.target
+        layers = layer_params(target, params)
+        self._top = {k: v for k, v in params.items() if not k.startswith("layer_")}
+        buffer = np.zeros(parts.shape.packing(parts.bucket).size, np.int32)
+
+        def embed(top: Params, buffer: jax.Array) -> jax.Array:
+            return embed_rows(target, top, parts.unpack(buffer)["tokens"])
+
+        top_specs = parameter_specs(self._top)
+        embed_all = split_over(parts.mesh, embed, (top_specs, WHOLE_SPEC), WHOLE_SPEC)
+        self._embed: Any = jax.jit(embed_all).lower(self._top, buffer).compile()
+        stream: Any = jax.eval_shape(embed_all, self._top, buffer)
+        programs: dict[Any, Any] = {}
+        self._groups: list[tuple[Any, list[Params], np.int32]] = []
+        blocks: list[Any] = []
+        for span in even_spans(target.num_layers, layers_per_program):
+            group, windows = layers[span], target.windows[span]
+            first = np.int32(span.start)
+            key = jax.tree.structure(group), windows
+
+            def run(
+                group: Sequence[Params],
+                first: jax.Array,
+                pages: jax.Array,
+                stream: jax.Array,
+                buffer: jax.Array,
+                windows: Sequence[int | None] = windows,
+            ) -> LayersOutput:
+                return parts.layers(group, windows, first, pages, stream, parts.unpack(buffer))
+
+            specs = [parameter_specs(layer) for layer in group]
+            run_all = split_over(
+                parts.mesh,
+                run,
+                (specs, WHOLE_SPEC, PAGES_SPEC, WHOLE_SPEC, WHOLE_SPEC),
+                LayersOutput(WHOLE_SPEC, BLOCK_SPEC, WHOLE_SPEC),  # type: ignore[arg-type]
+            )
+            if key not in programs:
+                lowered = jax.jit(run_all).lower(group, first, pages, stream, buffer)
+                programs[key] = lowered.compile()
+            blocks += jax.eval_shape(run_all, group, first, pages, stream, buffer).block_kv
+            self._groups.append((programs[key], group, first))
+
+        def finish(
+            top: Params,
+            pages: jax.Array,
+            blocks: Sequence[jax.Array],
+            boundaries: Sequence[jax.Array],
+            buffer: jax.Array,
+        ) -> StepOutput:
+            return parts.finish(top, pages, blocks, boundaries, parts.unpack(buffer))
+
+        finish_all = split_over(
+            parts.mesh,
+            finish,
+            (top_specs, PAGES_SPEC, BLOCK_SPEC, WHOLE_SPEC, WHOLE_SPEC),
+            (PAGES_SPEC, WHOLE_SPEC, WHOLE_SPEC),
+        )
+        boundaries = [stream] * (target.num_layers + 1)
+        self._finish: Any = (
+            jax.jit(finish_all, donate_argnums=(1,))
+            .lower(self._top, pages, blocks, boundaries, buffer)
+            .compile()
+        )
+
+    def __call__(self, pages: jax.Array, buffer: np.ndarray[Any, Any]) -> StepOutput:
+        """Runs the step; `pages` is given up."""
+        on_device = jax.device_put(buffer)
+        stream = self._embed(self._top, on_device)
+        blocks: list[jax.Array] = []
+        boundaries: list[jax.Array] = []
+        for program, group, first in self._groups:
+            out: LayersOutput = program(group, first, pages, stream, on_device)
+            stream = out.stream
+            blocks += out.block_kv
+            boundaries += out.entering
+        output: StepOutput = self._finish(
+            self._top, pages, blocks, [*boundaries, stream], on_device
+        )
+        return output
+
+
+def even_spans(num_layers: int, most: int) -> list[slice]:
+    """Consecutive layers in as few groups of at most `most` as can be, none much shorter."""
+    num_groups = -(-num_layers // most)
+    cuts = [num_layers * i // num_groups for i in range(num_groups + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def _committed_rows(x: Arrays, accepted: jax.Array, num_rows: int) -> jax.Array:
+    """bool [T]: causal rows, and the accepted paths (`accepted` [B, D]: nodes, -1 padded)."""
+    beyond = jnp.int32(num_rows)
+    rows = jnp.where(accepted >= 0, x["node_rows"][jnp.maximum(accepted, 0)], beyond)
+    causal = x["row_is_causal"] > 0
+    return causal.at[rows.reshape(-1)].set(True, mode="drop")
