@@ -97,6 +97,10 @@ class TargetConfig:
         """Whether the layer has experts in the place of one MLP."""
         return self.experts is not None and self.sparse_layers[layer]
 
+    def layer_kind(self, layer: int) -> tuple[int | None, bool]:
+        """Layers of the same kind differ in their weights alone: (window, is_sparse)."""
+        return self.windows[layer], self.is_sparse(layer)
+
     @property
     def feature_size(self) -> int:
         """F: numbers in one row of captured features."""

@@ -64,9 +64,6 @@ def parameter_spec(path: tuple[str, ...]) -> PartitionSpec:
 PAGES_SPEC = PartitionSpec(None, None, MODEL_AXIS)  # type: ignore[no-untyped-call]
 """KV pages: by KV head (kernels/kv_layout.py has the order of the axes)."""
 
-BLOCK_SPEC = PartitionSpec(None, MODEL_AXIS)  # type: ignore[no-untyped-call]
-"""A layer's new K/V rows [T, kv_heads, 2·head_dim]: by KV head."""
-
 WHOLE_SPEC = PartitionSpec()  # type: ignore[no-untyped-call]
 
 

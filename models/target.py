@@ -5,7 +5,6 @@ The model knows nothing of caches: attention goes through the engine's `attend` 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +18,8 @@ from jax.typing import DTypeLike
 
 from models.checkpoint import open_checkpoint
 from models.config import TargetConfig, read_target_config
-from models.decoder import DecoderLayer
-from models.layers import Attend, Params, RMSNorm, project_to_vocabulary, sum_over
+from models.decoder import DecoderLayer, embedding_rows
+from models.layers import Attend, Params, RMSNorm, project_to_vocabulary
 from models.loading import Progress as Progress
 from models.loading import load_parameters
 from models.rope import rope_angles
@@ -44,7 +43,7 @@ def target_forward(
       features [T, F], the captured boundaries side by side. All in config.dtype.
     """
     stream = embed_rows(config, params, tokens)
-    out = run_layers(config, layer_params(config, params), stream, positions, attend)
+    out = run_layers(config, layer_params(config, params), 0, stream, positions, attend)
     hidden, features = finish_rows(config, params, (*out.entering, out.stream))
     return hidden, jnp.stack(out.block_kv), features
 
@@ -66,34 +65,27 @@ def layer_params(config: TargetConfig, params: Params) -> list[Params]:
 
 def embed_rows(config: TargetConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """The residual stream [T, Ht] entering the first layer."""
-    table: jax.Array = params["embedding"]
-    tokens = jnp.clip(tokens, 0, config.vocab_size - 1)
-    if config.axis is None:
-        return jnp.take(table, tokens, axis=0, mode="clip")
-    # A chip that does not hold a row adds zeros.
-    own = tokens - lax.axis_index(config.axis) * jnp.int32(table.shape[0])
-    is_here = (own >= 0) & (own < table.shape[0])
-    rows = jnp.take(table, own, axis=0, mode="clip")
-    return sum_over(jnp.where(is_here[:, None], rows, 0), config.axis)
+    return embedding_rows(params["embedding"], tokens, config.vocab_size, config.axis)
 
 
 def run_layers(
     config: TargetConfig,
     layers: Sequence[Params],
+    kind: int,
     stream: jax.Array,
     positions: jax.Array,
     attend: Attend,
 ) -> LayersOutput:
     """Some consecutive layers over T rows; unrolled, which XLA's CPU backend runs faster than a
-    scan over stacked weights. `attend` is called with the layer's place in `layers`.
+    scan over stacked weights. They are of the kinds (`config.layer_kind`) that the model has from
+    layer `kind` on, and `attend` is called with those layers' numbers.
     """
     angles = rope_angles(config.rope, config.head_dim, positions)
     blocks: list[jax.Array] = []
     entering: list[jax.Array] = []
-    for place, params in enumerate(layers):
+    for number, params in enumerate(layers, start=kind):
         entering.append(stream)
-        module = DecoderLayer(config, place, sparse="experts" in params)
-        result: Any = module.apply({"params": params}, stream, angles, attend)
+        result: Any = DecoderLayer(config, number).apply({"params": params}, stream, angles, attend)
         stream, block_kv = result
         blocks.append(block_kv)
     return LayersOutput(stream, tuple(blocks), tuple(entering))
@@ -138,20 +130,18 @@ def parameter_shapes(config: TargetConfig) -> dict[tuple[str, ...], tuple[int, .
 
     row = jnp.zeros((1, config.hidden_size), config.dtype)
     angles = rope_angles(config.rope, config.head_dim, jnp.zeros(1, jnp.int32))
-
-    @functools.cache
-    def layer_shapes(sparse: bool) -> dict[tuple[str, ...], tuple[int, ...]]:
-        layer = DecoderLayer(config, 0, sparse)
-        variables: Any = jax.eval_shape(
-            lambda key: layer.init(key, row, angles, keep_q), jax.random.key(0)
-        )
-        return {path: tuple(leaf.shape) for path, leaf in flatten(variables["params"])}
-
+    kinds: dict[Any, dict[tuple[str, ...], tuple[int, ...]]] = {}
     table = (config.local_vocab_size, config.hidden_size)
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {("embedding",): table}
     for number in range(config.num_layers):
-        layer = layer_shapes(config.is_sparse(number))
-        shapes |= {(f"layer_{number}", *path): shape for path, shape in layer.items()}
+        kind = config.layer_kind(number)
+        if kind not in kinds:
+            layer = DecoderLayer(config, number)
+            variables: Any = jax.eval_shape(
+                lambda key, layer=layer: layer.init(key, row, angles, keep_q), jax.random.key(0)
+            )
+            kinds[kind] = {p: tuple(leaf.shape) for p, leaf in flatten(variables["params"])}
+        shapes |= {(f"layer_{number}", *path): shape for path, shape in kinds[kind].items()}
     shapes[("final_norm", "scale")] = (config.hidden_size,)
     if not config.tied_embeddings:
         shapes[("lm_head",)] = table
@@ -192,6 +182,11 @@ def load_target(
     if mesh is not None:
         config = config.with_shards(mesh.size)
     checkpoint = open_checkpoint(directory)
-    split_over = mesh if config.num_shards > 1 else None
-    shapes = parameter_shapes(config)
-    return config, unflatten(load_parameters(checkpoint, config, shapes, split_over, progress))
+    leaves = load_parameters(
+        checkpoint,
+        config,
+        parameter_shapes(config),
+        mesh if config.num_shards > 1 else None,
+        progress,
+    )
+    return config, unflatten(leaves)

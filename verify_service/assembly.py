@@ -42,8 +42,8 @@ class Assembly:
     info: VerifyInfo
 
 
-LAYERS_PER_PROGRAM = 5
-"""On a CPU; six dispatches a step for SmolLM2. See verify_service/program.py."""
+LAYERS_PER_PROGRAM = 3
+"""On a CPU; ten dispatches a step for SmolLM2. See verify_service/program.py."""
 
 
 def assemble(config: VerifyConfig) -> Assembly:

@@ -15,9 +15,8 @@ import numpy.typing as npt
 from common.packing import Field, Packing
 from verify_service.step import SequenceWork
 
-ROW_BUCKETS = (1, 16, 64, 256, 1024)
-"""Coarse: each bucket is a program of all layers. On a CPU one takes 10 s to compile (SmolLM2, two
-cores) and keeps 120-280 MiB (measured; XLA's own, alive after a trim)."""
+ROW_BUCKETS = (1, 8, 16, 32, 64, 256, 1024)
+"""Each is a set of programs to compile and keep; on a CPU a few dozen MiB (SmolLM2, measured)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,12 +175,11 @@ class DeviceEngine:
             bucket=bucket,
             backend=config.backend,
             chip=config.chip,
-            mesh=self._mesh,
         )
         state = DeviceState(self._pages, self._slots.state)
         program: Step
-        if config.layers_per_program is None:
-            program = WholeStep(parts, self._params, state)
+        if config.layers_per_program is None or self._mesh is not None:
+            program = WholeStep(parts, self._params, state, self._mesh)
         else:
             program = SplitStep(parts, self._params, state, config.layers_per_program)
         seconds = round(time.monotonic() - begun, 2)

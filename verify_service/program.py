@@ -36,7 +36,7 @@ from kernels.token_logprobs.types import TokenLogprobs
 from kernels.tree_attention.api import tree_attention
 from models.config import TargetConfig
 from models.layers import Params
-from models.sharding import BLOCK_SPEC, PAGES_SPEC, WHOLE_SPEC, parameter_specs, split_over
+from models.sharding import PAGES_SPEC, WHOLE_SPEC, parameter_specs, split_over
 from models.target import (
     LayersOutput,
     embed_rows,
@@ -87,7 +87,6 @@ class StepParts:
     bucket: Bucket
     backend: Backend
     chip: Chip | None
-    mesh: Mesh | None = None  # None: one chip
 
     def unpack(self, buffer: jax.Array) -> Arrays:
         """The fields of a buffer of `shape.packing(bucket)`."""
@@ -101,20 +100,22 @@ class StepParts:
     def layers(
         self,
         layers: Sequence[Params],
-        windows: Sequence[int | None],
+        kind: int,
         first: jax.Array | int,
         pages: jax.Array,
         stream: jax.Array,
         x: Arrays,
     ) -> LayersOutput:
-        """Consecutive layers, of which the first is the model's number `first`."""
+        """Consecutive layers of the kinds that the model has from number `kind` on; `first` is the
+        first one's own number, which may be traced.
+        """
 
-        def attend(place: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
+        def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
             return tree_attention(
                 q,
                 block_kv,
                 pages,
-                first + place,
+                first + (layer - kind),
                 x["page_table"],
                 x["kv_lens"],
                 x["starts"],
@@ -123,12 +124,12 @@ class StepParts:
                 x["ancestors"],
                 jnp.zeros_like(x["kv_lens"]),
                 scale=self.target.attention_scale,
-                window=windows[place],
+                window=self.target.windows[layer],
                 backend=self.backend,
                 chip=self.chip,
             )
 
-        return run_layers(self.target, layers, stream, x["positions"], attend)
+        return run_layers(self.target, layers, kind, stream, x["positions"], attend)
 
     def finish(
         self,
@@ -235,22 +236,25 @@ def verify_step(
     x = parts.unpack(buffer)
     layers = layer_params(parts.target, params)
     stream = embed_rows(parts.target, params, x["tokens"])
-    out = parts.layers(layers, parts.target.windows, 0, state.pages, stream, x)
+    out = parts.layers(layers, 0, 0, state.pages, stream, x)
     return parts.finish(params, state, out.block_kv, (*out.entering, out.stream), x)
 
 
 class WholeStep:
     """The step of one bucket as one compiled program."""
 
-    def __init__(self, parts: StepParts, params: Params, state: DeviceState) -> None:
+    def __init__(
+        self, parts: StepParts, params: Params, state: DeviceState, mesh: Mesh | None
+    ) -> None:
+        """Over the chips of `mesh` all make the same picks, and each keeps its heads' pages."""
         self._params = params
         buffer = np.zeros(parts.shape.packing(parts.bucket).size, np.int32)
 
         def step(params: Params, state: DeviceState, buffer: jax.Array) -> StepOutput:
             return verify_step(parts, params, state, buffer)
 
-        in_specs = (parameter_specs(params), STATE_SPECS, WHOLE_SPEC)
-        split = split_over(parts.mesh, step, in_specs, OUTPUT_SPECS)
+        inputs = parameter_specs(params), STATE_SPECS, WHOLE_SPEC
+        split = split_over(mesh, step, inputs, OUTPUT_SPECS)
         lowered = jax.jit(split, donate_argnums=(1,)).lower(params, state, buffer)
         self._program: Any = lowered.compile()
 
@@ -262,7 +266,7 @@ class WholeStep:
 
 class SplitStep:
     """The step of one bucket as programs of at most `layers_per_program` layers, one behind the
-    other. Groups of equal length and windows share a program.
+    other. Groups of the same kinds of layers share a program.
     """
 
     def __init__(
@@ -276,17 +280,14 @@ class SplitStep:
         def embed(top: Params, buffer: jax.Array) -> jax.Array:
             return embed_rows(target, top, parts.unpack(buffer)["tokens"])
 
-        top_specs = parameter_specs(self._top)
-        embed_all = split_over(parts.mesh, embed, (top_specs, WHOLE_SPEC), WHOLE_SPEC)
-        self._embed: Any = jax.jit(embed_all).lower(self._top, buffer).compile()
-        stream: Any = jax.eval_shape(embed_all, self._top, buffer)
+        self._embed: Any = jax.jit(embed).lower(self._top, buffer).compile()
+        stream: Any = jax.eval_shape(embed, self._top, buffer)
         programs: dict[Any, Any] = {}
         self._groups: list[tuple[Any, list[Params], np.int32]] = []
         blocks: list[Any] = []
         for span in even_spans(target.num_layers, layers_per_program):
-            group, windows = layers[span], target.windows[span]
-            first = np.int32(span.start)
-            key = jax.tree.structure(group), windows
+            group, first = layers[span], np.int32(span.start)
+            key = tuple(target.layer_kind(layer) for layer in range(span.start, span.stop))
 
             def run(
                 group: Sequence[Params],
@@ -294,21 +295,14 @@ class SplitStep:
                 pages: jax.Array,
                 stream: jax.Array,
                 buffer: jax.Array,
-                windows: Sequence[int | None] = windows,
+                kind: int = span.start,
             ) -> LayersOutput:
-                return parts.layers(group, windows, first, pages, stream, parts.unpack(buffer))
+                return parts.layers(group, kind, first, pages, stream, parts.unpack(buffer))
 
-            specs = [parameter_specs(layer) for layer in group]
-            run_all = split_over(
-                parts.mesh,
-                run,
-                (specs, WHOLE_SPEC, PAGES_SPEC, WHOLE_SPEC, WHOLE_SPEC),
-                LayersOutput(WHOLE_SPEC, BLOCK_SPEC, WHOLE_SPEC),  # type: ignore[arg-type]
-            )
             if key not in programs:
-                lowered = jax.jit(run_all).lower(group, first, state.pages, stream, buffer)
+                lowered = jax.jit(run).lower(group, first, state.pages, stream, buffer)
                 programs[key] = lowered.compile()
-            blocks += jax.eval_shape(run_all, group, first, state.pages, stream, buffer).block_kv
+            blocks += jax.eval_shape(run, group, first, state.pages, stream, buffer).block_kv
             self._groups.append((programs[key], group, first))
 
         def finish(
@@ -320,15 +314,9 @@ class SplitStep:
         ) -> StepOutput:
             return parts.finish(top, state, blocks, boundaries, parts.unpack(buffer))
 
-        finish_all = split_over(
-            parts.mesh,
-            finish,
-            (top_specs, STATE_SPECS, BLOCK_SPEC, WHOLE_SPEC, WHOLE_SPEC),
-            OUTPUT_SPECS,
-        )
         boundaries = [stream] * (target.num_layers + 1)
         self._finish: Any = (
-            jax.jit(finish_all, donate_argnums=(1,))
+            jax.jit(finish, donate_argnums=(1,))
             .lower(self._top, state, blocks, boundaries, buffer)
             .compile()
         )

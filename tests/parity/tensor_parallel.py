@@ -6,7 +6,6 @@ sampled, with trees and without, go through both engines.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import tempfile
@@ -40,9 +39,7 @@ def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
     write_model(directory, raw, weights, shards=2)
     mesh = model_mesh(num_shards)
     single = DeviceEngine(*load_target(directory, boundaries=[0, 2]), ENGINE)
-    # One program a step on two devices, one for each layer on four.
-    config = dataclasses.replace(ENGINE, layers_per_program=None if num_shards == 2 else 1)
-    split = DeviceEngine(*load_target(directory, boundaries=[0, 2], mesh=mesh), config, mesh)
+    split = DeviceEngine(*load_target(directory, boundaries=[0, 2], mesh=mesh), ENGINE, mesh)
     prompts = [golden["tokens"][: 6 + 5 * i].tolist() for i in range(4)]
     samplings = [SamplingParams(), SamplingParams(temperature=0.8, seed=5), SamplingParams()]
     samplings.append(SamplingParams(temperature=1.1, top_p=0.9, top_k=20, min_p=0.02, seed=9))
