@@ -9,6 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
+from common.entry import stoppable
 from common.errors import StartupError
 
 DEMO_MODEL = "smollm2-135m-instruct"
@@ -29,7 +30,7 @@ def fetch_model(name: str, cache_dir: Path | None = None) -> Path:
     from models.progress import console_progress
 
     try:
-        with console_progress() as report:
+        with stoppable(), console_progress() as report:
             return fetch_smollm2((cache_dir or default_cache_dir()) / "models", report)
     except ModelError as error:
         raise StartupError(str(error)) from None

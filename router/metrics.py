@@ -15,6 +15,7 @@ from common.metrics import SECONDS_BUCKETS, Metrics
 from router.actions import Failed, Finished
 from router.draft_link import DraftLink
 from router.errors import ErrorKind, Failure
+from router.fleet import Fleet
 from router.machine import GenerationMachine
 from router.round_metrics import RoundMetrics
 from router.verify_link import VerifyLink
@@ -25,8 +26,7 @@ OUTCOMES = ("stop", "length", "aborted", "cancelled", "failed")
 class Followed(Protocol):
     """What is read when Prometheus asks; the router's core."""
 
-    verify: VerifyLink
-    draft: DraftLink | None
+    fleet: Fleet
 
     @property
     def num_running(self) -> int: ...
@@ -66,7 +66,7 @@ class RouterMetrics:
             "completion_tokens", "Tokens emitted by ended generations"
         )
         self.reopened = metrics.counter(
-            "fail_overs", "Sequences opened anew after verify had lost them"
+            "fail_overs", "Sequences opened anew after a verify had lost them"
         )
         self.rollbacks = metrics.counter(
             "rollbacks", "Sequences cut back, by reason", ["reason"], values=["verify_ahead"]
@@ -135,11 +135,11 @@ class _LiveFigures(Collector):
     FAMILIES: tuple[tuple[str, str, str, list[str]], ...] = (
         ("gauge", "running_requests", "Generations in progress", []),
         ("gauge", "waiting_requests", "Of them, those without a token yet", []),
-        ("gauge", "peer_ready", "1 while a peer is linked and serving", ["role"]),
-        ("counter", "peer_losses", "Links to peers that broke", ["role"]),
-        ("counter", "wire_bytes", "Bytes of command frames", ["role", "direction"]),
-        ("counter", "wire_frames", "Command frames", ["role", "direction"]),
-        ("counter", "feature_bytes", "Feature bytes: from verify, to the draft", ["role"]),
+        ("gauge", "peer_ready", "1 while a peer is linked and serving", ["role", "peer"]),
+        ("counter", "peer_losses", "Links to peers that broke", ["role", "peer"]),
+        ("counter", "wire_bytes", "Bytes of command frames", ["role", "peer", "direction"]),
+        ("counter", "wire_frames", "Command frames", ["role", "peer", "direction"]),
+        ("counter", "feature_bytes", "Feature bytes: from verify, to the draft", ["role", "peer"]),
     )
 
     def __init__(self, metrics: Metrics) -> None:
@@ -161,9 +161,8 @@ class _LiveFigures(Collector):
         if core is not None:
             families["running_requests"].add_metric([], core.num_running)
             families["waiting_requests"].add_metric([], core.num_waiting)
-            for link in (core.verify, core.draft):
-                if link is not None:
-                    self._add_link(families, link)
+            for link in core.fleet.links:
+                self._add_link(families, link)
         return families.values()
 
     def _add_link(
@@ -171,14 +170,14 @@ class _LiveFigures(Collector):
         families: dict[str, GaugeMetricFamily | CounterMetricFamily],
         link: VerifyLink | DraftLink,
     ) -> None:
-        role, counts = link.role, link.counts
-        families["peer_ready"].add_metric([role], float(link.peer.ready))
-        families["peer_losses"].add_metric([role], counts.num_losses)
-        families["wire_bytes"].add_metric([role, "sent"], counts.num_bytes_sent)
-        families["wire_bytes"].add_metric([role, "received"], counts.num_bytes_received)
-        families["wire_frames"].add_metric([role, "sent"], counts.num_frames_sent)
-        families["wire_frames"].add_metric([role, "received"], counts.num_frames_received)
-        families["feature_bytes"].add_metric([role], link.num_feature_bytes)
+        peer, counts = [link.role, link.peer.address], link.counts
+        families["peer_ready"].add_metric(peer, float(link.peer.ready))
+        families["peer_losses"].add_metric(peer, counts.num_losses)
+        families["wire_bytes"].add_metric([*peer, "sent"], counts.num_bytes_sent)
+        families["wire_bytes"].add_metric([*peer, "received"], counts.num_bytes_received)
+        families["wire_frames"].add_metric([*peer, "sent"], counts.num_frames_sent)
+        families["wire_frames"].add_metric([*peer, "received"], counts.num_frames_received)
+        families["feature_bytes"].add_metric(peer, link.num_feature_bytes)
 
     def describe(self) -> Iterable[Metric]:
         return self._families().values()
