@@ -114,7 +114,7 @@ OVERVIEW = Board(
                     f"{HERE}}})",
                     legend="{{__name__}}",
                 ),
-                Query(expr=f"min by (role) ({R}_peer_ready{{{HERE}}})", legend="linked: {{role}}"),
+                Query(expr=f"sum by (role) ({R}_peer_ready{{{HERE}}})", legend="linked: {{role}}"),
             ],
             kind="number",
             floor=1,
@@ -491,8 +491,14 @@ TRANSPORT = Board(
         Panel(
             question="Do links break?",
             queries=[
-                Query(expr=gauge(f"{R}_peer_losses_total", "role"), legend="losses: {{role}}"),
-                Query(expr=f"min by (role) ({R}_peer_ready{{{HERE}}})", legend="ready: {{role}}"),
+                Query(
+                    expr=gauge(f"{R}_peer_losses_total", "role, peer"),
+                    legend="losses: {{role}} {{peer}}",
+                ),
+                Query(
+                    expr=f"min by (role, peer) ({R}_peer_ready{{{HERE}}})",
+                    legend="ready: {{role}} {{peer}}",
+                ),
             ],
         ),
     ],
