@@ -86,7 +86,7 @@ OVERVIEW = Board(
     description="Do clients get what they ask for, and how fast?",
     panels=[
         Panel(
-            question="What share of requests fails?",
+            question="What share fails?",
             queries=[Query(expr=f"{FAILED} / ({rate(f'{R}_requests_total')} + {FAILED})")],
             unit="percentunit",
             kind="number",
@@ -94,13 +94,13 @@ OVERVIEW = Board(
             width=4,
         ),
         Panel(
-            question="How many tokens a second?",
+            question="Tokens a second?",
             queries=[Query(expr=TOKENS)],
             kind="number",
             width=4,
         ),
         Panel(
-            question="How many tokens does a round bring?",
+            question="Tokens a round?",
             queries=[ACCEPTANCE],
             kind="number",
             floor=1.2,

@@ -64,7 +64,7 @@ def draw(board: Board, server: PrometheusServer, start: float, end: float, file:
     figure = plt.figure(figsize=(16, 1.05 + 1.6 * sum(heights)), dpi=72)
     grid = GridSpec(len(rows), COLUMNS, figure=figure, height_ratios=heights)
     grid.update(left=0.045, right=0.985, top=1 - 0.75 / figure.get_figheight(), bottom=0.04)
-    grid.update(hspace=0.5, wspace=6.0)
+    grid.update(hspace=0.55, wspace=6.0)
     figure.text(0.012, 1 - 0.3 / figure.get_figheight(), board.title, size=15, weight="bold")
     figure.text(0.2, 1 - 0.3 / figure.get_figheight(), board.description, size=11, color="#555555")
     for index, row in enumerate(rows):
@@ -80,8 +80,21 @@ def draw(board: Board, server: PrometheusServer, start: float, end: float, file:
                     _bars(axes, panel, server, start, end)
                 case _:
                     _lines(axes, panel, server, start, end)
-    figure.savefig(file)
+    figure.savefig(file, pil_kwargs={"optimize": True})
     plt.close(figure)
+
+
+def with_gaps(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Times and values; where steps are missing, a value that is none, so that no line is drawn."""
+    times: list[float] = []
+    values: list[float] = []
+    for time, value in points:
+        if times and time - times[-1] > 1.5 * STEP_SECONDS:
+            times.append(times[-1] + STEP_SECONDS)
+            values.append(math.nan)
+        times.append(time)
+        values.append(value)
+    return times, values
 
 
 def _last(server: PrometheusServer, panel: Panel, end: float) -> list[tuple[str, float]]:
@@ -146,8 +159,8 @@ def _lines(axes: Any, panel: Panel, server: PrometheusServer, start: float, end:
     for query in panel.queries:
         expr = filled_in(query.expr, WINDOW)
         for labels, points in server.query_range(expr, start, end, STEP_SECONDS):
-            times = [time - start for time, _ in points]
-            series.append((legend(query, labels), times, [value for _, value in points]))
+            times, values = with_gaps(points)
+            series.append((legend(query, labels), [time - start for time in times], values))
     # Series that are always 0 only crowd the legend, unless there is nothing else.
     telling = [item for item in series if any(v and not math.isnan(v) for v in item[2])]
     series = (telling or series)[: len(COLOURS)]
@@ -172,7 +185,10 @@ def _lines(axes: Any, panel: Panel, server: PrometheusServer, start: float, end:
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=7, loc="upper left", ncol=2, framealpha=0.7)
+    axes.legend(
+        fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.1), ncol=3, frameon=False,
+        borderaxespad=0, columnspacing=1.0, handlelength=1.2,
+    )  # fmt: skip
     _clean(axes)
 
 

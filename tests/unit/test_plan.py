@@ -10,6 +10,7 @@ import pytest
 
 from canopy import planning, sizing, step_times
 from canopy.cli import main
+from common.errors import StartupError
 from kernels.chips import CHIPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,13 +162,14 @@ def test_measured_curves_are_used(capsys: pytest.CaptureFixture[str], files: lis
     ],
 )
 def test_refusals_name_value_and_remedy(
-    capsys: pytest.CaptureFixture[str], files: list[str], flags: list[str], words: list[str]
+    files: list[str], flags: list[str], words: list[str]
 ) -> None:
     if not any(flag.startswith("--acceptance") for flag in flags):
         flags = [*flags, "--acceptance-length", "3"]
-    assert main([*files, "--load", "5000", *flags]) == 1
-    error = capsys.readouterr().err
-    assert len(error.strip().splitlines()) == 1
+    with pytest.raises(StartupError) as refused:  # which the command prints as one line
+        main([*files, "--load", "5000", *flags])
+    error = str(refused.value)
+    assert "\n" not in error
     assert all(word in error for word in words), error
 
 
@@ -175,3 +177,16 @@ def test_the_plan_shows_its_formula(capsys: pytest.CaptureFixture[str], files: l
     assert main([*files, *SLICES, "--load", "5000", "--acceptance-length", "3"]) == 0
     out = capsys.readouterr().out
     assert "verify slices = ceil(rounds/s / (u B / T_v)) = ceil(1667/s" in out
+
+
+def test_the_documented_plan_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = (ROOT / "docs/operating.md").read_text(encoding="utf-8")
+    block = text.split("<!-- plan: begin -->")[1].split("<!-- plan: end -->")[0]
+    command, *shown = [line.removeprefix("    ") for line in block.strip("\n").splitlines()]
+    flags = command.split()[command.split().index("--verify") :]
+    assert main([*files, *flags]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert printed == shown
