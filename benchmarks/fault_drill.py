@@ -138,7 +138,7 @@ def drill(
     load, watch = Load(stack.address, arguments.clients), Watch(server)
     try:
         watch.until(arguments.calm_seconds)
-        before = list(watch.changes)
+        fired_before = [name for _, name, state in watch.changes if state == "firing"]
         stack.children["draft"].process.kill()
         stack.children["draft"].process.wait()
         stack.children["draft"].close()
@@ -156,7 +156,7 @@ def drill(
         "alert": ALERT,
         "fired_after_seconds": round(fired - killed, 1) if fired is not None else None,
         "cleared_after_seconds": round(cleared - serving, 1) if cleared is not None else None,
-        "alerts_before_the_fault": len(before),
+        "alerts_fired_before_the_fault": len(fired_before),
         "other_alerts_fired": sorted(
             {name for _, name, state in watch.changes if state == "firing" and name != ALERT}
         ),

@@ -63,7 +63,12 @@ def draw(board: Board, server: PrometheusServer, start: float, end: float, file:
     heights = [0.8 if all(p.kind == "number" for p in row) else 2.0 for row in rows]
     figure = plt.figure(figsize=(16, 1.05 + 1.6 * sum(heights)), dpi=72)
     grid = GridSpec(len(rows), COLUMNS, figure=figure, height_ratios=heights)
-    grid.update(left=0.045, right=0.985, top=1 - 0.75 / figure.get_figheight(), bottom=0.04)
+    grid.update(
+        left=0.045,
+        right=0.985,
+        top=1 - 0.75 / figure.get_figheight(),
+        bottom=0.55 / figure.get_figheight(),
+    )
     grid.update(hspace=0.55, wspace=6.0)
     figure.text(0.012, 1 - 0.3 / figure.get_figheight(), board.title, size=15, weight="bold")
     figure.text(0.2, 1 - 0.3 / figure.get_figheight(), board.description, size=11, color="#555555")
