@@ -18,7 +18,7 @@ from tests.e2e.conftest import wait_until
 
 pytestmark = pytest.mark.e2e
 
-NUM_TOKENS = 128
+NUM_TOKENS = 96
 GREEDY = Options(max_tokens=NUM_TOKENS, ignore_eos=True, token_ids=True, pick_margins=True)
 OPTIONS = {
     "Tell me a story about a river.": GREEDY,
@@ -60,7 +60,7 @@ def test_killed_draft_and_verify_cost_no_token(
     before = metric("router", "canopy_router_fail_overs_total")
     running = {p: Asked(client, p, options) for p, options in OPTIONS.items()}
 
-    for name, num_tokens in (("draft", 16), ("verify", 40)):
+    for name, num_tokens in (("draft", 12), ("verify", 30)):
         assert wait_until(lambda: all(r.num_tokens > num_tokens for r in running.values()), 60)  # noqa: B023
         stack.kill(name)
         stack.restart(name)
