@@ -56,6 +56,7 @@ class Child:
         self.address = ""
         self.metrics_address = ""
         self.failure = ""  # why it could not serve, in its own words
+        self.announced: dict[str, float] = {}  # when, by time.monotonic
         self.events: queue.Queue[str] = queue.Queue()  # announced events; "ended" is the last
         self._log: IO[bytes] | None = None
         if not show_logs:
@@ -84,6 +85,7 @@ class Child:
                 self.failure = announced.get("reason", self.failure)
                 self.address = announced.get("address", self.address)
                 self.metrics_address = announced.get("metrics_address", self.metrics_address)
+                self.announced[event] = time.monotonic()
                 self.events.put(event)
         self.events.put("ended")
 
