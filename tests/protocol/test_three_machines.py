@@ -133,6 +133,10 @@ class Adversary(RuleBasedStateMachine):
                 replica.blocks[0] if again else replica.blocks.popleft(), self.now
             )
 
+    @rule()
+    def all_goes_well_for_a_turn(self) -> None:
+        self.take_turn()
+
     # -- devices
 
     @rule(data=st.data())
@@ -158,6 +162,13 @@ class Adversary(RuleBasedStateMachine):
         self.excuse([self.find(sequence_id) for sequence_id in opens])  # lost on their way
         replica.break_link(keep_late=keep_late)
         self.tell_down(replica)
+
+    @rule(index=st.integers(0, 3))
+    def link_flaps(self, index: int) -> None:
+        """Back at once; what was under way to the service may still arrive on the old stream."""
+        self.link_breaks(index=index, keep_late=True)  # type: ignore[call-arg]
+        if not self.replicas[index].up:
+            self.reconnect(self.replicas[index])
 
     def tell_down(self, replica: Replica) -> None:
         for generating in self.of(replica):
@@ -230,6 +241,13 @@ class Adversary(RuleBasedStateMachine):
         else:
             generating.perform(generating.machine.resume(self.now))
 
+    @rule(data=st.data(), often=st.integers(0, 3))
+    def client_leaves(self, data: st.DataObject, often: int) -> None:
+        generating = data.draw(st.sampled_from(self.running))
+        if often == 0 and not generating.machine.ended:
+            generating.held.clear()
+            generating.perform(generating.machine.cancel())
+
     # -- what must hold
 
     @invariant()
@@ -248,13 +266,12 @@ class Adversary(RuleBasedStateMachine):
         for generating in self.running:
             generating.perform(generating.machine.resume(self.now))
         for _ in range(600):
-            if all(g.ending is not None for g in self.running) and self.is_quiet():
+            if all(g.machine.ended for g in self.running) and self.is_quiet():
                 break
             self.run_calmly()
         for generating in self.running:
-            assert generating.ending is not None, "someone was left waiting for ever"
-            num_tokens = generating.machine.num_emitted
-            assert len(generating.tokens) == num_tokens > 0
+            assert generating.machine.ended, "someone was left waiting for ever"
+            assert len(generating.tokens) == generating.machine.num_emitted
         self.now += 61  # orphans of lives that nobody closed
         for replica in self.replicas:
             replica.machine.tick(self.now)
@@ -268,11 +285,19 @@ class Adversary(RuleBasedStateMachine):
         return not any(r.inbox or r.launched or r.dead_streams for r in self.replicas)
 
     def run_calmly(self) -> None:
-        for index, replica in enumerate(self.replicas):
+        for replica in self.replicas:
             while replica.dead_streams:
                 replica.notice_break(self.now)
             if not replica.up:
                 self.reconnect(replica)
+        self.take_turn()
+        self.now += 0.3
+        for generating in self.running:
+            generating.perform(generating.machine.tick(self.now))
+
+    def take_turn(self) -> None:
+        """All that is under way arrives; each device runs a step."""
+        for index, replica in enumerate(self.replicas):
             while replica.inbox:
                 stream, message = replica.inbox.popleft()
                 replica.hear(stream, message, self.now)
@@ -285,20 +310,17 @@ class Adversary(RuleBasedStateMachine):
                 replica.take_features(replica.blocks.popleft(), self.now)
             while replica.outbox:
                 self.deliver(replica, replica.outbox.popleft())
-        self.now += 0.3
-        for generating in self.running:
-            generating.perform(generating.machine.tick(self.now))
 
 
 TestThreeMachines = Adversary.TestCase
-TestThreeMachines.settings = settings(max_examples=150, stateful_step_count=80, **STEPS)
+TestThreeMachines.settings = settings(max_examples=100, stateful_step_count=50, **STEPS)
 
 
 def assert_found(planted: str) -> None:
     """The adversary finds a fault, whatever its settings on this machine."""
     search = settings(
-        max_examples=3000,
-        stateful_step_count=80,
+        max_examples=2000,
+        stateful_step_count=50,
         database=None,
         derandomize=True,
         phases=[Phase.generate],
@@ -311,7 +333,7 @@ def assert_found(planted: str) -> None:
 def test_an_unfenced_epoch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: an Open of an earlier life is performed."""
     monkeypatch.setattr(VerifyMachine, "_is_new_epoch", lambda *_: True)
-    assert_found("an earlier life has come back")
+    assert_found("an earlier life has come back|opened again for nothing")
 
 
 def test_a_result_dropped_before_its_acknowledgement_is_found(
@@ -319,4 +341,4 @@ def test_a_result_dropped_before_its_acknowledgement_is_found(
 ) -> None:
     """Planted: verify forgets a result once it is sent."""
     monkeypatch.setattr(VerifySequence, "acknowledge", lambda self, _: self.results.clear())
-    assert_found("verify was ahead")
+    assert_found("verify was ahead|left waiting")
