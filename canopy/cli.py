@@ -78,6 +78,7 @@ def _add_model(commands: Commands[argparse.ArgumentParser]) -> None:
     fetch = actions.add_parser("fetch", help="download and convert a known model")
     fetch.add_argument("name", choices=[library.DEMO_MODEL])
     fetch.add_argument("--cache-dir", type=Path, help="where models are kept [the user's cache]")
+    fetch.add_argument("--with-head", action="store_true", help="put its head beside it, in heads/")
     fetch.set_defaults(run=_model_fetch)
 
 
@@ -101,6 +102,9 @@ def _add_head(commands: Commands[argparse.ArgumentParser]) -> None:
     data = actions.add_parser("generate-data", help="have the target answer prompts, to train on")
     training.add_generate_arguments(data)
     data.set_defaults(run=training.generate_data)
+    check = actions.add_parser("check", help="how much of its trees the target accepts")
+    training.add_check_arguments(check)
+    check.set_defaults(run=training.check)
     bundle = actions.add_parser("bundle", help="all that a draft machine needs, in one directory")
     bundle.add_argument("directory", type=Path, help="new directory for the bundle")
     bundle.add_argument("--head", type=Path, required=True)
@@ -139,7 +143,10 @@ def _serve_all(parsed: argparse.Namespace) -> int:
 
 
 def _model_fetch(parsed: argparse.Namespace) -> int:
-    print(library.fetch_model(parsed.name, parsed.cache_dir))
+    model = library.fetch_model(parsed.name, parsed.cache_dir)
+    print(model)
+    if parsed.with_head:
+        print(library.copy_demo_head(model, parsed.cache_dir))
     return 0
 
 

@@ -7,7 +7,8 @@
    stdout gets `{"event": "listening", "address": ..., "metrics_address": ...}`;
 3. `service.start()`: load, compile, connect. StartupError ends the process with one line. Then
    the allocator is set up for serving;
-4. health says SERVING for "" and every name; stdout gets `{"event": "serving", ...}`;
+4. health says SERVING for "" and every name (for "liveness" it always did); stdout gets
+   `{"event": "serving", ...}`;
 5. SIGTERM or SIGINT: health says NOT_SERVING, `service.drain(grace)`, `service.stop()`, exit 0.
    A SIGINT after that ends the process at once.
 """
@@ -50,6 +51,11 @@ _EXIT_GRACE_SECONDS = 2.0
 """For streams to close and threads to end after the drain."""
 
 
+LIVENESS = "liveness"
+"""Health name that says SERVING as long as the process answers: while it starts, while a peer is
+away, while it drains. Restarting would mend none of these."""
+
+
 class Health:
     """The serving state that grpc.health.v1 reports; a service may turn it off and on again."""
 
@@ -69,6 +75,7 @@ class Health:
         state = status.SERVING if serving else status.NOT_SERVING
         for name in ("", *self.names):
             await self.servicer.set(name, state)
+        await self.servicer.set(LIVENESS, status.SERVING)
         self._serving = serving
         self._gauge.set(int(serving))
 

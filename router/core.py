@@ -165,6 +165,7 @@ class RouterCore:
         machine = GenerationMachine(
             generation, secrets.token_bytes(16), text, self._machine_settings(), arrived
         )
+        machine.clock.observer = machine.statistics.observer = self._metrics.rounds
         verify = choose(self.fleet.verifies, self._verify_load)
         assert verify is not None  # admitted a moment ago
         draft = choose(self.fleet.drafts, self._draft_load)

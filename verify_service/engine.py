@@ -1,9 +1,5 @@
-"""The target on a device: one compiled program per bucket takes trees and gives tokens.
-
-Embed rows at their positions -> layers, attending the paged prefix and the step's own block ->
-logits of the nodes -> the target's pick per node -> walk -> K/V of committed rows into pages.
-Deferred commit: a rejected branch never touches the pages.
-"""
+"""The target on a device: takes trees and gives tokens, by programs compiled before the first
+request, one set per bucket (verify_service/program.py)."""
 
 from __future__ import annotations
 
@@ -15,21 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 from common.log import get_logger
 from kernels.backend import Backend
 from kernels.chips import Chip
-from kernels.kv_commit.api import kv_commit
 from kernels.kv_layout import pages_bytes, pages_shape
-from kernels.sample_and_accept.api import sample_and_accept
-from kernels.sample_and_accept.types import SamplerParams
-from kernels.tree_attention.api import tree_attention
 from models.config import TargetConfig
 from models.layers import Params
-from models.target import target_forward, target_logits
+from models.sharding import PAGES_SPEC
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
-from verify_service.step import SequenceOutcome, SequenceWork
+from verify_service.program import DeviceState, SplitStep, StepParts, WholeStep
+from verify_service.slots import Slots
+from verify_service.step import SequenceOutcome, SequenceWork, TopLogprobs
+
+Step = WholeStep | SplitStep
 
 _logger = get_logger("verify.engine")
 
@@ -51,6 +47,7 @@ class EngineConfig:
     max_rows: int = 256
     min_rows: int = 1  # 8 on TPU: one-row matrix products take another, slower path there
     max_stop_tokens: int = 80
+    layers_per_program: int | None = None  # None: the whole step is one program
     backend: Backend = Backend.XLA
     chip: Chip | None = None
 
@@ -82,20 +79,30 @@ class EngineConfig:
 class DeviceEngine:
     """Implements `step.VerifyEngine`. Called from one thread."""
 
-    def __init__(self, target: TargetConfig, params: Params, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        target: TargetConfig,
+        params: Params,
+        config: EngineConfig,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """`mesh`: where `params` are split over chips (`models.target.load_target`)."""
         self.target, self.config = target, config
         self._params = params
+        self._mesh = mesh if target.num_shards > 1 else None
         shape = pages_shape(
             num_layers=target.num_layers,
             num_pages=config.num_pages,
-            kv_heads=target.num_kv_heads,
+            kv_heads=target.stored_kv_heads,
             page_size=config.page_size,
             head_dim=target.head_dim,
         )
-        self._pages = jnp.zeros(shape, target.dtype)
+        where = None if self._mesh is None else NamedSharding(self._mesh, PAGES_SPEC)
+        self._pages = jnp.zeros(shape, target.dtype, device=where)
+        self._slots = Slots(config.max_sequences, target.vocab_size, self._mesh)
         self.pages_bytes = pages_bytes(shape, target.dtype)
         self._buckets = config.buckets()
-        self._programs: dict[Bucket, Any] = {}
+        self._programs: dict[Bucket, Step] = {}
         self._warm = False
         self.compiles_after_warm_up = 0
 
@@ -114,13 +121,18 @@ class DeviceEngine:
         bucket = self._bucket_for(works)
         buffer = pack(works, self.config.shape, bucket)
         program = self._program(bucket)
-        self._pages, small, features = program(self._params, self._pages, buffer)
+        self._slots.prepare(works)
+        out = program(DeviceState(self._pages, self._slots.state), buffer)
+        self._pages, self._slots.state = out.state
         wanted = any(work.wants_features for work in works)
         if wanted:
-            features.copy_to_host_async()
-        accepted = jax.device_get(small)
-        rows = np.asarray(features) if wanted else None
-        return _outcomes(works, accepted, rows)
+            out.features.copy_to_host_async()
+        wants_top = any(work.sampling.top_logprobs for work in works)
+        accepted = jax.device_get(out.small | out.top if wants_top else out.small)
+        rows = np.asarray(out.features) if wanted else None
+        outcomes = _outcomes(works, accepted, rows)
+        self._slots.note(works, outcomes)
+        return outcomes
 
     def _bucket_for(self, works: Sequence[SequenceWork]) -> Bucket:
         """The smallest bucket that holds the works. Raises ValueError naming what is too large."""
@@ -149,107 +161,31 @@ class DeviceEngine:
                 return bucket
         raise ValueError(f"works: {num_rows} rows in a step; at most {config.max_rows}")
 
-    def _program(self, bucket: Bucket) -> Any:
+    def _program(self, bucket: Bucket) -> Step:
         if bucket in self._programs:
             return self._programs[bucket]
         if self._warm:
             self.compiles_after_warm_up += 1
             _logger.warning("compile after warm-up", rows=bucket.num_rows, nodes=bucket.num_nodes)
         begun = time.monotonic()
-        packing = self.config.shape.packing(bucket)
-        step = jax.jit(self._make_step(bucket), donate_argnums=(1,))
-        program = step.lower(self._params, self._pages, np.zeros(packing.size, np.int32)).compile()
+        config = self.config
+        parts = StepParts(
+            target=self.target,
+            shape=config.shape,
+            bucket=bucket,
+            backend=config.backend,
+            chip=config.chip,
+        )
+        state = DeviceState(self._pages, self._slots.state)
+        program: Step
+        if config.layers_per_program is None or self._mesh is not None:
+            program = WholeStep(parts, self._params, state, self._mesh)
+        else:
+            program = SplitStep(parts, self._params, state, config.layers_per_program)
         seconds = round(time.monotonic() - begun, 2)
         _logger.info("compiled", rows=bucket.num_rows, nodes=bucket.num_nodes, seconds=seconds)
         self._programs[bucket] = program
         return program
-
-    def _make_step(self, bucket: Bucket) -> Callable[..., Any]:
-        """(params, pages, buffer) -> (pages, small arrays, features [T, F])."""
-        target, config, shape = self.target, self.config, self.config.shape
-        packing = shape.packing(bucket)
-
-        def step(params: Params, pages: jax.Array, buffer: jax.Array) -> Any:
-            x = {
-                field.name: lax.bitcast_convert_type(
-                    buffer[span].reshape(field.shape), jnp.dtype(field.dtype)
-                )
-                for field, span in packing.spans()
-            }
-
-            def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
-                return tree_attention(
-                    q,
-                    block_kv,
-                    pages,
-                    layer,
-                    x["page_table"],
-                    x["kv_lens"],
-                    x["starts"],
-                    x["starts"],
-                    x["num_causal"],
-                    x["ancestors"],
-                    jnp.zeros_like(x["kv_lens"]),
-                    scale=target.attention_scale,
-                    window=target.windows[layer],
-                    backend=config.backend,
-                    chip=config.chip,
-                )
-
-            hidden, block_kv, features = target_forward(
-                target, params, x["tokens"], x["positions"], attend
-            )
-            accepted = self._sample(params, hidden, x)
-            committed = _committed_rows(x, accepted.accepted, bucket.num_rows)
-            new_pages = kv_commit(
-                pages,
-                block_kv,
-                x["page_table"],
-                x["row_sequence"],
-                x["positions"],
-                committed,
-                backend=Backend.XLA,
-            )
-            small = {
-                "accepted": accepted.accepted,
-                "num_accepted": accepted.num_accepted,
-                "emitted": accepted.emitted,
-                "margins": accepted.emitted_margins,
-                "logprobs": accepted.emitted_logprobs,
-            }
-            return new_pages, small, features
-
-        return step
-
-    def _sample(self, params: Params, hidden: jax.Array, x: dict[str, jax.Array]) -> Any:
-        rows = x["node_rows"]
-        logits = target_logits(self.target, params, hidden[rows])
-        return sample_and_accept(
-            logits,
-            x["tokens"][rows],
-            x["node_parents"],
-            x["positions"][rows] + 1,
-            x["node_sequence"],
-            SamplerParams(
-                temperature=x["temperature"],
-                top_k=x["top_k"],
-                top_p=x["top_p"],
-                min_p=x["min_p"],
-                seed_lo=x["seed_lo"],
-                seed_hi=x["seed_hi"],
-            ),
-            x["stop_tokens"],
-            max_depth=self.config.max_depth,
-            backend=Backend.XLA,
-        )
-
-
-def _committed_rows(x: dict[str, jax.Array], accepted: jax.Array, num_rows: int) -> jax.Array:
-    """bool [T]: causal rows, and the accepted paths (`accepted` [B, D]: nodes, -1 padded)."""
-    beyond = jnp.int32(num_rows)
-    rows = jnp.where(accepted >= 0, x["node_rows"][jnp.maximum(accepted, 0)], beyond)
-    causal = x["row_is_causal"] > 0
-    return causal.at[rows.reshape(-1)].set(True, mode="drop")
 
 
 def _outcomes(
@@ -278,8 +214,20 @@ def _outcomes(
                 num_nodes=work.num_nodes,
                 num_committed=work.num_causal + count,
                 features=rows,
+                top_logprobs=_top_logprobs(accepted, slot, work, num_emitted),
             )
         )
         row += work.num_rows
         node += work.num_nodes
     return outcomes
+
+
+def _top_logprobs(
+    accepted: dict[str, Any], slot: int, work: SequenceWork, num_emitted: int
+) -> tuple[TopLogprobs, ...]:
+    count = work.sampling.top_logprobs
+    if not count:
+        return ()
+    tokens = accepted["top_tokens"][slot, :num_emitted, :count].tolist()
+    values = accepted["top_logprobs"][slot, :num_emitted, :count].tolist()
+    return tuple(tuple(zip(*place, strict=True)) for place in zip(tokens, values, strict=True))
