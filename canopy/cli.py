@@ -70,6 +70,8 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     every.add_argument("--head", type=Path, help="head directory [for the demo's model: its own]")
     every.add_argument("--host", default="127.0.0.1", help="the router's address [%(default)s]")
     every.add_argument("--port", type=int, default=50051, help="the router's port [%(default)s]")
+    every.add_argument("--num-verify", type=int, default=1, help="verify replicas [%(default)s]")
+    every.add_argument("--num-draft", type=int, default=1, help="draft replicas [%(default)s]")
     every.set_defaults(run=_serve_all)
 
 
@@ -128,7 +130,14 @@ def _serve_all(parsed: argparse.Namespace) -> int:
         model = library.fetch_model(library.DEMO_MODEL)
         head = library.demo_head(model)
     router = ("--host", parsed.host, "--port", str(parsed.port))
-    with Stack(StackSettings(model=model, head=head, flags={"router": router})) as stack:
+    settings = StackSettings(
+        model=model,
+        head=head,
+        num_verify=max(1, parsed.num_verify),
+        num_draft=max(1, parsed.num_draft),
+        flags={"router": router},
+    )
+    with Stack(settings) as stack:
         print(json.dumps({"event": "serving", "address": stack.address}), flush=True)
         try:
             stack.wait()
