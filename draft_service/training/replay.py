@@ -100,6 +100,18 @@ def acceptance_length(emitted: list[int]) -> float | None:
     return round(float(np.mean(emitted)), 4) if emitted else None
 
 
+def per_depth(emitted: list[int], max_depth: int) -> list[float]:
+    """Share of the rounds that came to depth d + 1 which found their token there; as deep as any
+    came."""
+    accepted = np.asarray(emitted) - 1
+    reached = [int((accepted >= depth).sum()) for depth in range(max_depth + 1)]
+    return [
+        round(after / before, 4)
+        for before, after in zip(reached, reached[1:], strict=False)
+        if before
+    ]
+
+
 def padded(tokens: list[int], multiple: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """int32 [1, C], zeros on the right up to a multiple: few shapes, few compilations."""
     columns = -(-len(tokens) // multiple) * multiple
