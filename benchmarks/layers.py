@@ -3,11 +3,12 @@
     python -m benchmarks.layers --recipe RECIPE --variants 1A,2A,2B,3B --suite mt_bench=FILE \\
         --output runs/layers --set optimiser.total_steps=400
 
-A variant is a number of layers and a convention: A feeds [embedding, hidden] to every layer, B to the
-first alone. Each is trained by the same recipe (`canopy head train`), one after another, so that
-batches, order and schedule are equal; then its trees are replayed on the target's own greedy answers
-(`canopy head check`). A variant whose run has ended is not trained again. Beside acceptance stand the
-time of a training step and of growing one tree, both of this machine. The last line is JSON.
+A variant is a number of layers and a convention: A feeds [embedding, hidden] to every layer, B to
+the first alone. Each is trained by the same recipe (`canopy head train`), one after another, so
+that batches, order and schedule are equal; then its trees are replayed on the target's own greedy
+answers (`canopy head check`). A variant whose run has ended is not trained again. Beside acceptance
+stand the time of a training step and of growing one tree, both of this machine. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def measure(arguments: argparse.Namespace, variant: str) -> dict[str, Any]:
             max_tokens=arguments.max_tokens,
             tree=tree,
         )
-        found = check_head(settings, lambda line: print(f"{variant} {name}: {line}", flush=True))
+        found = check_head(settings, lambda line: print(line, file=sys.stderr, flush=True))
         suites[name] = {
             "acceptance_length": found.readings[0].acceptance_length,
             "rounds": found.readings[0].rounds,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -105,11 +106,7 @@ def per_depth(emitted: list[int], max_depth: int) -> list[float]:
     came."""
     accepted = np.asarray(emitted) - 1
     reached = [int((accepted >= depth).sum()) for depth in range(max_depth + 1)]
-    return [
-        round(after / before, 4)
-        for before, after in zip(reached, reached[1:], strict=False)
-        if before
-    ]
+    return [round(after / before, 4) for before, after in pairwise(reached) if before]
 
 
 def padded(tokens: list[int], multiple: int) -> np.ndarray[Any, np.dtype[np.int32]]:
