@@ -24,7 +24,8 @@ from benchmarks.serving import add_server_arguments, print_report, router
 from canopy import library
 from canopy.client import Client
 from canopy.results import CanopyError, Generation, Message, Options, Round
-from common.errors import StartupError, exit_with_one_line
+from common.entry import run_program
+from common.errors import StartupError
 from router.tokenizer import ModelTokenizer
 
 REPEAT_TOKENS = 8
@@ -252,4 +253,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_with_one_line("benchmarks.acceptance", main))
+    sys.exit(run_program("benchmarks.acceptance", main))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,23 +60,42 @@ class TensorEntry:
 
     def read(self) -> HostArray:
         """The tensor, row-major, in its stored dtype. Raises CheckpointError."""
-        try:
-            buffer = np.fromfile(self.file, np.uint8, self.size_bytes, offset=self.offset)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.file}: cannot be read ({error}); {FETCH_AGAIN}"
-            ) from error
-        if buffer.size != self.size_bytes:
-            raise CheckpointError(
-                f"{self.file}: tensor {self.name} is truncated ({buffer.size} of"
-                f" {self.size_bytes} bytes); {FETCH_AGAIN}"
-            )
-        flat = buffer.view(self.dtype)
+        flat = self._read_bytes(0, self.size_bytes).view(self.dtype)
         if self.strides is None:
             return flat.reshape(self.shape)
         steps = tuple(stride * self.dtype.itemsize for stride in self.strides)
         strided = np.lib.stride_tricks.as_strided(flat, self.shape, steps, writeable=False)
         return np.ascontiguousarray(strided)
+
+    def read_blocks(self, max_bytes: int) -> Iterator[tuple[int, HostArray]]:
+        """(first row, rows) after (first row, rows), each of at most `max_bytes` or one row.
+
+        Pickled tensors of unusual order come as one block. Raises CheckpointError.
+        """
+        num_rows = self.shape[0] if self.shape else 1
+        row_bytes = self.size_bytes // max(num_rows, 1)
+        if self.strides is not None or self.size_bytes <= max_bytes:
+            yield 0, self.read()
+            return
+        step = max(1, max_bytes // row_bytes)
+        for first in range(0, num_rows, step):
+            count = min(step, num_rows - first)
+            flat = self._read_bytes(first * row_bytes, count * row_bytes).view(self.dtype)
+            yield first, flat.reshape(count, *self.shape[1:])
+
+    def _read_bytes(self, skip: int, size: int) -> npt.NDArray[np.uint8]:
+        try:
+            buffer = np.fromfile(self.file, np.uint8, size, offset=self.offset + skip)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.file}: cannot be read ({error}); {FETCH_AGAIN}"
+            ) from error
+        if buffer.size != size:
+            raise CheckpointError(
+                f"{self.file}: tensor {self.name} is truncated ({buffer.size} of {size} bytes);"
+                f" {FETCH_AGAIN}"
+            )
+        return buffer
 
 
 class Checkpoint:
@@ -101,13 +120,17 @@ class Checkpoint:
 
     def read(self, name: str, shape: tuple[int, ...] | None = None) -> HostArray:
         """The tensor `name`, of exactly `shape` where given. Raises CheckpointError."""
+        return self.checked_entry(name, shape).read()
+
+    def checked_entry(self, name: str, shape: tuple[int, ...] | None) -> TensorEntry:
+        """As `read`, without reading yet."""
         entry = self.entry(name)
         if shape is not None and entry.shape != shape:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json asks"
                 f" for {list(shape)}; the files do not belong together: {FETCH_AGAIN}"
             )
-        return entry.read()
+        return entry
 
     def check_names(self, wanted: Iterable[str], allowed: Iterable[str] = ()) -> None:
         """Every wanted tensor is there and no other, but for `allowed`. Raises CheckpointError."""

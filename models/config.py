@@ -17,8 +17,12 @@ from jax.typing import DTypeLike
 
 from models.checkpoint import read_json
 from models.errors import ModelError
+from models.experts import ExpertSpec
 from models.layers import AttentionSpec, DType
 from models.rope import RopeConfig
+
+MODEL_AXIS = "model"
+"""The mesh axis that a target is split over."""
 
 MIN_LAYERS_FOR_DEFAULT_BOUNDARIES = 7  # below, {2, n//2, n-3} are not three different layers
 
@@ -30,6 +34,10 @@ class TargetConfig:
     `boundaries`: the captured ones, ascending; boundary b is the residual stream *entering* layer
     b, and num_layers the one leaving the last layer, before the final norm. `windows[i]`: how many
     tokens layer i sees back, itself included; None: all. `max_positions`: the context, in tokens.
+    `sparse_layers[i]`: layer i has `experts` in the place of one MLP.
+
+    All sizes are the whole model's; with `num_shards` > 1 the properties named `local_` are those
+    of one chip, and the modules must run inside a `shard_map` over MODEL_AXIS (models/sharding.py).
     """
 
     family: str
@@ -49,9 +57,49 @@ class TargetConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertSpec | None = None
+    sparse_layers: tuple[bool, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     dtype: DType = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
     boundaries: tuple[int, ...] = ()
+    num_shards: int = 1
+
+    @property
+    def axis(self) -> str | None:
+        """The mesh axis to sum over, None on a single chip."""
+        return MODEL_AXIS if self.num_shards > 1 else None
+
+    @property
+    def local_kv_heads(self) -> int:
+        return max(1, self.num_kv_heads // self.num_shards)
+
+    @property
+    def stored_kv_heads(self) -> int:
+        """KV heads of all chips' pages together: repeated where chips are more than heads."""
+        return self.local_kv_heads * self.num_shards
+
+    @property
+    def local_mlp_size(self) -> int:
+        return self.mlp_size // self.num_shards
+
+    @property
+    def local_experts(self) -> ExpertSpec | None:
+        if self.experts is None:
+            return None
+        return dataclasses.replace(self.experts, size=self.experts.size // self.num_shards)
+
+    @property
+    def local_vocab_size(self) -> int:
+        """Rows of the embedding on a chip; the last chip's may end in padding."""
+        return -(-self.vocab_size // self.num_shards)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts in the place of one MLP."""
+        return self.experts is not None and self.sparse_layers[layer]
+
+    def layer_kind(self, layer: int) -> tuple[int | None, bool]:
+        """Layers of the same kind differ in their weights alone: (window, is_sparse)."""
+        return self.windows[layer], self.is_sparse(layer)
 
     @property
     def feature_size(self) -> int:
@@ -60,15 +108,17 @@ class TargetConfig:
 
     @property
     def attention(self) -> AttentionSpec:
+        """Of one chip."""
         return AttentionSpec(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
+            num_heads=self.num_heads // self.num_shards,
+            num_kv_heads=self.local_kv_heads,
             head_dim=self.head_dim,
             out_features=self.hidden_size,
             qkv_bias=self.qkv_bias,
             output_bias=self.output_bias,
             qk_norm=self.qk_norm,
             eps=self.norm_eps,
+            axis=self.axis,
         )
 
     @property
@@ -78,10 +128,31 @@ class TargetConfig:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.num_layers * self.num_kv_heads * 2 * self.head_dim * self.dtype.itemsize
+        """On all chips together."""
+        return self.num_layers * self.stored_kv_heads * 2 * self.head_dim * self.dtype.itemsize
 
     def with_dtype(self, dtype: DTypeLike) -> TargetConfig:
         return dataclasses.replace(self, dtype=jnp.dtype(dtype))
+
+    def with_shards(self, num_shards: int) -> TargetConfig:
+        """For so many chips. Raises ModelError unless each gets an equal share."""
+        parts = {"attention heads": self.num_heads, "MLP width": self.mlp_size}
+        if self.experts is not None:
+            parts["expert width"] = self.experts.size
+        if self.num_kv_heads > num_shards:
+            parts["KV heads"] = self.num_kv_heads
+        for name, size in parts.items():
+            if num_shards < 1 or size % num_shards:
+                raise ModelError(
+                    f"tensor_parallel: {num_shards} chips cannot share this target's {name}"
+                    f" ({size}) equally; choose a divisor of {size}"
+                )
+        if self.num_kv_heads < num_shards and num_shards % self.num_kv_heads:
+            raise ModelError(
+                f"tensor_parallel: {num_shards} chips is no multiple of this target's"
+                f" {self.num_kv_heads} KV heads; choose one"
+            )
+        return dataclasses.replace(self, num_shards=num_shards)
 
     def with_boundaries(self, boundaries: Sequence[int]) -> TargetConfig:
         """Raises ModelError unless they ascend within [0, num_layers]."""

@@ -29,17 +29,31 @@ DType = np.dtype[Any]
 _normal = nn.initializers.normal(0.02)
 
 
+def sum_over(x: jax.Array, axis: str | None) -> jax.Array:
+    """Added up over a mesh axis, within `shard_map`; x itself where `axis` is None."""
+    if axis is None:
+        return x
+    total: jax.Array = jax.lax.psum(x, axis)  # type: ignore[no-untyped-call]
+    return total
+
+
 class Linear(nn.Module):
-    """y = x @ kernel (+ bias); kernel [in, out]."""
+    """y = x @ kernel (+ bias); kernel [in, out].
+
+    `axis`: a mesh axis over which the inputs are split; what the chips found is added up.
+    """
 
     features: int
     use_bias: bool
     dtype: DType
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", _normal, (x.shape[-1], self.features), self.dtype)
         y = x @ kernel
+        if not self.is_initializing():
+            y = sum_over(y, self.axis)
         if self.use_bias:
             y = y + self.param("bias", _normal, (self.features,), self.dtype)
         return y
@@ -60,23 +74,28 @@ class RMSNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)); back to the width of x, or to `out_features`."""
+    """down(silu(gate(x)) · up(x)), of width `out_features`; `features` are split over `axis`."""
 
     features: int
     out_features: int
     use_bias: bool
     dtype: DType
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = Linear(self.features, self.use_bias, self.dtype, name="gate")(x)
         up = Linear(self.features, self.use_bias, self.dtype, name="up")(x)
-        return Linear(self.out_features, self.use_bias, self.dtype, name="down")(nn.silu(gate) * up)
+        down = Linear(self.out_features, self.use_bias, self.dtype, self.axis, name="down")
+        return down(nn.silu(gate) * up)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """The shape of one attention block; `qk_norm`: an RMSNorm per head of q and k, before RoPE."""
+    """The shape of one attention block; `qk_norm`: an RMSNorm per head of q and k, before RoPE.
+
+    `axis`: a mesh axis over which heads are split; the numbers of heads are then a chip's own.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -86,6 +105,7 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: bool = False
     eps: float = 1e-6
+    axis: str | None = None
 
 
 class Attention(nn.Module):
@@ -113,8 +133,8 @@ class Attention(nn.Module):
             k = RMSNorm(spec.eps, self.dtype, name="k_norm")(k)
         block_kv = jnp.concatenate([rotate(k, angles), v], axis=-1)
         mixed = attend(self.layer, rotate(q, angles), block_kv).reshape(rows, -1)
-        out = Linear(spec.out_features, spec.output_bias, self.dtype, name="o")(mixed)
-        return out, block_kv
+        o = Linear(spec.out_features, spec.output_bias, self.dtype, spec.axis, name="o")
+        return o(mixed), block_kv
 
 
 def project_to_vocabulary(hidden: jax.Array, table: jax.Array) -> jax.Array:

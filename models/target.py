@@ -5,24 +5,26 @@ The model knows nothing of caches: attention goes through the engine's `attend` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from models.checkpoint import Checkpoint, open_checkpoint
+from models.checkpoint import open_checkpoint
 from models.config import TargetConfig, read_target_config
-from models.decoder import DecoderLayer
-from models.families import family_named
+from models.decoder import DecoderLayer, embedding_rows
 from models.layers import Attend, Params, RMSNorm, project_to_vocabulary
+from models.loading import Progress as Progress
+from models.loading import load_parameters
 from models.rope import rope_angles
-
-Progress = Callable[[int, int], None]
-"""(tensors read, tensors in all), called after each tensor."""
+from models.trees import flatten as flatten
+from models.trees import unflatten as unflatten
 
 
 def target_forward(
@@ -40,8 +42,8 @@ def target_forward(
       hidden [T, Ht] after the final norm; block_kv [L, T, num_kv_heads, 2*head_dim];
       features [T, F], the captured boundaries side by side. All in config.dtype.
     """
-    stream = embed_rows(params, tokens)
-    out = run_layers(config, layer_params(config, params), stream, positions, attend)
+    stream = embed_rows(config, params, tokens)
+    out = run_layers(config, layer_params(config, params), 0, stream, positions, attend)
     hidden, features = finish_rows(config, params, (*out.entering, out.stream))
     return hidden, jnp.stack(out.block_kv), features
 
@@ -61,27 +63,29 @@ def layer_params(config: TargetConfig, params: Params) -> list[Params]:
     return [params[f"layer_{layer}"] for layer in range(config.num_layers)]
 
 
-def embed_rows(params: Params, tokens: jax.Array) -> jax.Array:
+def embed_rows(config: TargetConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """The residual stream [T, Ht] entering the first layer."""
-    return jnp.take(params["embedding"], tokens, axis=0, mode="clip")
+    return embedding_rows(params["embedding"], tokens, config.vocab_size, config.axis)
 
 
 def run_layers(
     config: TargetConfig,
     layers: Sequence[Params],
+    kind: int,
     stream: jax.Array,
     positions: jax.Array,
     attend: Attend,
 ) -> LayersOutput:
     """Some consecutive layers over T rows; unrolled, which XLA's CPU backend runs faster than a
-    scan over stacked weights. `attend` is called with the layer's place in `layers`.
+    scan over stacked weights. They are of the kinds (`config.layer_kind`) that the model has from
+    layer `kind` on, and `attend` is called with those layers' numbers.
     """
     angles = rope_angles(config.rope, config.head_dim, positions)
     blocks: list[jax.Array] = []
     entering: list[jax.Array] = []
-    for place, params in enumerate(layers):
+    for number, params in enumerate(layers, start=kind):
         entering.append(stream)
-        result: Any = DecoderLayer(config, place).apply({"params": params}, stream, angles, attend)
+        result: Any = DecoderLayer(config, number).apply({"params": params}, stream, angles, attend)
         stream, block_kv = result
         blocks.append(block_kv)
     return LayersOutput(stream, tuple(blocks), tuple(entering))
@@ -104,8 +108,12 @@ def finish_rows(
 
 
 def target_logits(config: TargetConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """float32 [N, V] of hidden [N, Ht], which is after the final norm."""
-    return project_to_vocabulary(hidden, output_table(config, params))
+    """float32 [N, V] of hidden [N, Ht], which is after the final norm; whole on every chip."""
+    logits = project_to_vocabulary(hidden, output_table(config, params))
+    if config.axis is None:
+        return logits
+    whole: jax.Array = lax.all_gather(logits, config.axis, axis=1, tiled=True)
+    return whole[:, : config.vocab_size]
 
 
 def output_table(config: TargetConfig, params: Params) -> jax.Array:
@@ -115,45 +123,29 @@ def output_table(config: TargetConfig, params: Params) -> jax.Array:
 
 
 def parameter_shapes(config: TargetConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Path -> shape of every parameter, in the order they are run."""
+    """Path -> shape of every parameter, in the order they are run: what one chip holds of it."""
 
     def keep_q(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
         return q
 
     row = jnp.zeros((1, config.hidden_size), config.dtype)
     angles = rope_angles(config.rope, config.head_dim, jnp.zeros(1, jnp.int32))
-    variables: Any = jax.eval_shape(
-        lambda key: DecoderLayer(config, 0).init(key, row, angles, keep_q), jax.random.key(0)
-    )
-    layer = {path: tuple(leaf.shape) for path, leaf in flatten(variables["params"])}
-    table = (config.vocab_size, config.hidden_size)
+    kinds: dict[Any, dict[tuple[str, ...], tuple[int, ...]]] = {}
+    table = (config.local_vocab_size, config.hidden_size)
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {("embedding",): table}
     for number in range(config.num_layers):
-        shapes |= {(f"layer_{number}", *path): shape for path, shape in layer.items()}
+        kind = config.layer_kind(number)
+        if kind not in kinds:
+            layer = DecoderLayer(config, number)
+            variables: Any = jax.eval_shape(
+                lambda key, layer=layer: layer.init(key, row, angles, keep_q), jax.random.key(0)
+            )
+            kinds[kind] = {p: tuple(leaf.shape) for p, leaf in flatten(variables["params"])}
+        shapes |= {(f"layer_{number}", *path): shape for path, shape in kinds[kind].items()}
     shapes[("final_norm", "scale")] = (config.hidden_size,)
     if not config.tied_embeddings:
         shapes[("lm_head",)] = table
     return shapes
-
-
-def flatten(tree: Params, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path, leaf) of a nested dict."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, (*path, key))
-        else:
-            yield (*path, key), value
-
-
-def unflatten(leaves: dict[tuple[str, ...], Any]) -> Params:
-    """The nested dict of (path, leaf): the inverse of `flatten`."""
-    tree: Params = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return tree
 
 
 def init_target(config: TargetConfig, seed: int) -> Params:
@@ -174,47 +166,27 @@ def load_target(
     dtype: DTypeLike = np.float32,
     boundaries: Sequence[int] | None = None,
     progress: Progress | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[TargetConfig, Params]:
-    """Configuration and parameters (on the default device) of a model directory.
+    """Configuration and parameters of a model directory, on the default device or split over a
+    mesh.
 
-    Tensors are read one at a time; host memory beyond the parameters stays near twice the largest.
-    `boundaries` None: the default ones (models/config.py); empty: no features.
+    Tensors are read one at a time into arrays of their own device (models/loading.py). `boundaries`
+    None: the default ones (models/config.py); empty: no features.
 
     Raises:
       ModelError and its kinds (models/errors.py), each message naming file, tensor and remedy.
     """
     directory = Path(directory)
     config = read_target_config(directory, dtype=dtype, boundaries=boundaries)
+    if mesh is not None:
+        config = config.with_shards(mesh.size)
     checkpoint = open_checkpoint(directory)
-    shapes = parameter_shapes(config)
-    tensor_name = family_named(config.family).tensor_name
-    names = {path: tensor_name(path) for path in shapes}
-    checkpoint.check_names(names.values(), allowed=_redundant(config, checkpoint))
-    leaves: dict[tuple[str, ...], jax.Array] = {}
-    for path, shape in shapes.items():
-        leaves[path] = _read_leaf(checkpoint, names[path], path, shape, config)
-        if progress is not None:
-            progress(len(leaves), len(shapes))
+    leaves = load_parameters(
+        checkpoint,
+        config,
+        parameter_shapes(config),
+        mesh if config.num_shards > 1 else None,
+        progress,
+    )
     return config, unflatten(leaves)
-
-
-def _read_leaf(
-    checkpoint: Checkpoint,
-    name: str,
-    path: tuple[str, ...],
-    shape: tuple[int, ...],
-    config: TargetConfig,
-) -> jax.Array:
-    """One parameter; a kernel is stored [out, in] in files and kept [in, out] here."""
-    is_kernel = path[-1] == "kernel"
-    stored = checkpoint.read(name, shape[::-1] if is_kernel else shape)
-    host = stored.astype(config.dtype, copy=False)
-    if is_kernel:
-        host = np.ascontiguousarray(host.T)
-    return jnp.asarray(host).block_until_ready()
-
-
-def _redundant(config: TargetConfig, checkpoint: Checkpoint) -> list[str]:
-    """Tensors some exporters write that carry nothing: RoPE tables, a tied model's lm_head."""
-    tables = [name for name in checkpoint.names if name.endswith("rotary_emb.inv_freq")]
-    return [*tables, "lm_head.weight"] if config.tied_embeddings else tables

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from common.errors import StartupError
 from common.log import get_logger
@@ -23,6 +24,7 @@ from models.eagle3.description import FeatureKind, HeadOverrides
 from models.eagle3.loader import open_head
 from models.errors import ModelError
 from models.identity import Identity, target_identity
+from models.sharding import model_mesh
 from models.target import load_target
 from models.target_tables import read_target_facts
 from verify_service.config import VerifyConfig
@@ -40,8 +42,8 @@ class Assembly:
     info: VerifyInfo
 
 
-LAYERS_PER_PROGRAM = 5
-"""On a CPU; six dispatches a step for SmolLM2. See verify_service/program.py."""
+LAYERS_PER_PROGRAM = 3
+"""On a CPU; ten dispatches a step for SmolLM2. See verify_service/program.py."""
 
 
 def assemble(config: VerifyConfig) -> Assembly:
@@ -50,9 +52,14 @@ def assemble(config: VerifyConfig) -> Assembly:
     try:
         boundaries = _boundaries(config)
         identity = target_identity(config.model)
+        mesh = model_mesh(config.tensor_parallel) if config.tensor_parallel > 1 else None
         begun = time.monotonic()
         target, params = load_target(
-            config.model, dtype=jnp.dtype(config.dtype), boundaries=boundaries
+            config.model,
+            dtype=jnp.dtype(config.dtype),
+            boundaries=boundaries,
+            progress=_report_loading,
+            mesh=mesh,
         )
     except ModelError as error:
         raise StartupError(f"model: {error}") from error
@@ -62,7 +69,7 @@ def assemble(config: VerifyConfig) -> Assembly:
         seconds=round(time.monotonic() - begun, 2),
         boundaries=list(target.boundaries),
     )
-    engine = _engine(config, target, params)
+    engine = _engine(config, target, params, mesh)
     begun = time.monotonic()
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
@@ -108,7 +115,15 @@ def _boundaries(config: VerifyConfig) -> tuple[int, ...] | None:
     return head.boundaries
 
 
-def _engine(config: VerifyConfig, target: TargetConfig, params: dict[str, object]) -> DeviceEngine:
+def _report_loading(placed: int, total: int) -> None:
+    """A line at each tenth of the parameters."""
+    if placed * 10 // total != (placed - 1) * 10 // total:
+        _logger.info("loading", placed=placed, total=total)
+
+
+def _engine(
+    config: VerifyConfig, target: TargetConfig, params: dict[str, object], mesh: Mesh | None
+) -> DeviceEngine:
     try:
         chip = chip_by_name(config.chip) if config.chip else None
     except ValueError as error:
@@ -131,6 +146,7 @@ def _engine(config: VerifyConfig, target: TargetConfig, params: dict[str, object
                 backend=backend_for_platform(config.platform),
                 chip=chip,
             ),
+            mesh,
         )
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]

@@ -26,6 +26,9 @@ class VerifyConfig(ServiceConfig):
     )
     platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="Where the target runs.")
     chip: str = Field("", description="TPU generation, as v5e; required on TPU.")
+    tensor_parallel: int = Field(
+        1, ge=1, le=256, description="Chips of this host that the target is split over."
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and KV.")
     page_size_tokens: int = Field(16, ge=1, le=1024, description="Tokens of a KV page.")
     kv_pool_tokens: int = Field(

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from common.log import get_logger
 from kernels.backend import Backend
@@ -18,9 +19,11 @@ from kernels.chips import Chip
 from kernels.kv_layout import pages_bytes, pages_shape
 from models.config import TargetConfig
 from models.layers import Params
+from models.sharding import PAGES_SPEC
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
-from verify_service.program import SplitStep, StepParts, WholeStep
-from verify_service.step import SequenceOutcome, SequenceWork
+from verify_service.program import DeviceState, SplitStep, StepParts, WholeStep
+from verify_service.slots import Slots
+from verify_service.step import SequenceOutcome, SequenceWork, TopLogprobs
 
 Step = WholeStep | SplitStep
 
@@ -76,17 +79,27 @@ class EngineConfig:
 class DeviceEngine:
     """Implements `step.VerifyEngine`. Called from one thread."""
 
-    def __init__(self, target: TargetConfig, params: Params, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        target: TargetConfig,
+        params: Params,
+        config: EngineConfig,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """`mesh`: where `params` are split over chips (`models.target.load_target`)."""
         self.target, self.config = target, config
         self._params = params
+        self._mesh = mesh if target.num_shards > 1 else None
         shape = pages_shape(
             num_layers=target.num_layers,
             num_pages=config.num_pages,
-            kv_heads=target.num_kv_heads,
+            kv_heads=target.stored_kv_heads,
             page_size=config.page_size,
             head_dim=target.head_dim,
         )
-        self._pages = jnp.zeros(shape, target.dtype)
+        where = None if self._mesh is None else NamedSharding(self._mesh, PAGES_SPEC)
+        self._pages = jnp.zeros(shape, target.dtype, device=where)
+        self._slots = Slots(config.max_sequences, target.vocab_size, self._mesh)
         self.pages_bytes = pages_bytes(shape, target.dtype)
         self._buckets = config.buckets()
         self._programs: dict[Bucket, Step] = {}
@@ -108,13 +121,18 @@ class DeviceEngine:
         bucket = self._bucket_for(works)
         buffer = pack(works, self.config.shape, bucket)
         program = self._program(bucket)
-        self._pages, small, features = program(self._pages, buffer)
+        self._slots.prepare(works)
+        out = program(DeviceState(self._pages, self._slots.state), buffer)
+        self._pages, self._slots.state = out.state
         wanted = any(work.wants_features for work in works)
         if wanted:
-            features.copy_to_host_async()
-        accepted = jax.device_get(small)
-        rows = np.asarray(features) if wanted else None
-        return _outcomes(works, accepted, rows)
+            out.features.copy_to_host_async()
+        wants_top = any(work.sampling.top_logprobs for work in works)
+        accepted = jax.device_get(out.small | out.top if wants_top else out.small)
+        rows = np.asarray(out.features) if wanted else None
+        outcomes = _outcomes(works, accepted, rows)
+        self._slots.note(works, outcomes)
+        return outcomes
 
     def _bucket_for(self, works: Sequence[SequenceWork]) -> Bucket:
         """The smallest bucket that holds the works. Raises ValueError naming what is too large."""
@@ -158,11 +176,12 @@ class DeviceEngine:
             backend=config.backend,
             chip=config.chip,
         )
+        state = DeviceState(self._pages, self._slots.state)
         program: Step
-        if config.layers_per_program is None:
-            program = WholeStep(parts, self._params, self._pages)
+        if config.layers_per_program is None or self._mesh is not None:
+            program = WholeStep(parts, self._params, state, self._mesh)
         else:
-            program = SplitStep(parts, self._params, self._pages, config.layers_per_program)
+            program = SplitStep(parts, self._params, state, config.layers_per_program)
         seconds = round(time.monotonic() - begun, 2)
         _logger.info("compiled", rows=bucket.num_rows, nodes=bucket.num_nodes, seconds=seconds)
         self._programs[bucket] = program
@@ -195,8 +214,20 @@ def _outcomes(
                 num_nodes=work.num_nodes,
                 num_committed=work.num_causal + count,
                 features=rows,
+                top_logprobs=_top_logprobs(accepted, slot, work, num_emitted),
             )
         )
         row += work.num_rows
         node += work.num_nodes
     return outcomes
+
+
+def _top_logprobs(
+    accepted: dict[str, Any], slot: int, work: SequenceWork, num_emitted: int
+) -> tuple[TopLogprobs, ...]:
+    count = work.sampling.top_logprobs
+    if not count:
+        return ()
+    tokens = accepted["top_tokens"][slot, :num_emitted, :count].tolist()
+    values = accepted["top_logprobs"][slot, :num_emitted, :count].tolist()
+    return tuple(tuple(zip(*place, strict=True)) for place in zip(tokens, values, strict=True))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from models.config import TargetConfig
 from models.errors import UnsupportedModelError
-from models.families import llama
+from models.families import llama, mistral, qwen2, qwen3, qwen3_moe
 
 
 class Family(Protocol):
@@ -18,10 +18,18 @@ class Family(Protocol):
 
     def read_config(self, raw: Mapping[str, Any], where: Path) -> TargetConfig: ...
 
-    def tensor_name(self, path: tuple[str, ...]) -> str: ...
+    def tensor_name(self, path: tuple[str, ...]) -> str:
+        """`{expert}` in it stands for a number: one tensor for each expert, stacked here."""
+        ...
 
 
-FAMILIES: dict[str, Family] = {"llama": llama}
+FAMILIES: dict[str, Family] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
 """By `TargetConfig.family`."""
 
 _BY_ARCHITECTURE = {name: f for f in FAMILIES.values() for name in f.ARCHITECTURES}
@@ -36,7 +44,7 @@ def family_of(raw: Mapping[str, Any], where: Path) -> Family:
     named = ", ".join(map(str, architectures)) or "none"
     raise UnsupportedModelError(
         f"{where}: architecture {named} is not supported; supported are"
-        f" {', '.join(sorted(_BY_ARCHITECTURE))}"
+        f" {', '.join(sorted(_BY_ARCHITECTURE))}: choose a model of one of them"
     )
 
 

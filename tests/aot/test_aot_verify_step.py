@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("libtpu", reason="the compiler for TPU; pip install '.[tpu]'")
 
 from benchmarks.aot import Argument, compile_for_chip
+from kernels.adjust_logits.types import SlotState
 from kernels.backend import Backend
 from kernels.chips import CHIPS
 from kernels.kv_layout import pages_bytes, pages_shape
@@ -19,7 +20,7 @@ from models.rope import RopeConfig
 from models.target import parameter_shapes, unflatten
 from verify_service.batch import Bucket
 from verify_service.engine import EngineConfig
-from verify_service.program import StepParts, verify_step
+from verify_service.program import DeviceState, StepParts, verify_step
 
 pytestmark = pytest.mark.aot
 
@@ -66,20 +67,24 @@ def test_verify_step_copies_neither_pages_nor_sorts_a_vocabulary(chip: str) -> N
     shape = pages_shape(num_layers=4, num_pages=512, kv_heads=3, page_size=128, head_dim=64)
     size = pages_bytes(shape, jnp.bfloat16)
 
-    def run(pages: Any, buffer: Any, *leaves: Any) -> Any:
+    def run(pages: Any, seen: Any, bias: Any, buffer: Any, *leaves: Any) -> Any:
         params = unflatten(dict(zip(shapes, leaves, strict=True)))
-        return verify_step(parts, params, pages, buffer)
+        return verify_step(parts, params, DeviceState(pages, SlotState(seen, bias)), buffer)
+
+    slots = (config.max_sequences, SMOLLM2.vocab_size)
 
     program = compile_for_chip(
         chip,
         run,
         [
             Argument(shape, jnp.bfloat16),
+            Argument(slots, jnp.int32),
+            Argument(slots, jnp.float32),
             Argument((config.shape.packing(bucket).size,), jnp.int32),
             *[Argument(s, jnp.bfloat16) for s in shapes.values()],
         ],
-        donate=(0,),
+        donate=(0, 1, 2),
     )
-    assert program.alias_bytes >= size
+    assert program.alias_bytes >= size + 8 * slots[0] * slots[1]
     assert program.temp_bytes < size / 4, "pages or weights are copied"
     assert program.largest_result("sort") < SMOLLM2.vocab_size

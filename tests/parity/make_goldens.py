@@ -1,7 +1,7 @@
 """Makes the goldens of tiny random targets with transformers (float32, eager attention).
 
 Run in an environment with torch 2.13 and transformers 5.x (not one of ours):
-    python tests/parity/make_goldens.py
+    python tests/parity/make_goldens.py            # all, or the cases named: … qwen3 mistral_window
 
 One npz per case in goldens/: `config` (config.json as text), `w/<tensor>` (float16 values, exact in
 float32), `tokens` [T], `logits` [T, V], `boundaries` [L+1, T, H]: the residual stream entering each
@@ -11,12 +11,15 @@ layer, and last the one before the final norm.
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
 
 GOLDENS = Path(__file__).parent / "goldens"
 NUM_ROWS = 40
@@ -36,6 +39,22 @@ BASE: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "initializer_range": 0.2,
+}
+
+MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 8,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
 }
 
 CASES: dict[str, dict[str, Any]] = {
@@ -62,6 +81,31 @@ CASES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "mistral_window": {**MISTRAL, "sliding_window": 12},
+    "mistral_no_window": {**MISTRAL, "sliding_window": None, "head_dim": 10},
+    "qwen2": {**QWEN2, "tie_word_embeddings": True},
+    "qwen2_window": {
+        **QWEN2,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    },
+    "qwen3": {**QWEN3},
+    "qwen3_biases_windows": {
+        **QWEN3,
+        "attention_bias": True,
+        "sliding_window": 7,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen3_moe": {**QWEN3_MOE, "norm_topk_prob": True},
+    "qwen3_moe_some_dense": {
+        **QWEN3_MOE,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [3],
+    },
 }
 
 
@@ -87,11 +131,10 @@ def make(name: str, changes: dict[str, Any]) -> None:
     tokens = torch.randint(0, raw["vocab_size"], (1, NUM_ROWS))
     with torch.no_grad():
         logits = model(tokens).logits[0].numpy()
-    tensors = {
-        f"w/{key}": value.half().numpy()
-        for key, value in model.state_dict().items()
-        if not (raw["tie_word_embeddings"] and key == "lm_head.weight")
-    }
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)  # names as published: the model's own may be joined
+        stored = load_file(f"{directory}/model.safetensors")
+    tensors = {f"w/{key}": value.half().numpy() for key, value in stored.items()}
     np.savez_compressed(
         GOLDENS / f"{name}.npz",
         config=np.array(json.dumps(raw)),
@@ -105,5 +148,5 @@ def make(name: str, changes: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     GOLDENS.mkdir(exist_ok=True)
-    for case, settings in CASES.items():
-        make(case, settings)
+    for case in sys.argv[1:] or CASES:
+        make(case, CASES[case])

@@ -1,0 +1,70 @@
+"""Run by test_tensor_parallel.py with some forced host devices; prints one line of JSON a model.
+
+Each golden model is loaded on one device and split over all of them; the same sequences, greedy and
+sampled, with trees and without, go through both engines.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from engine_driver import first_difference, generate, guessing
+from model_files import load_golden, write_model
+
+from common.types import SamplingParams
+from models.sharding import model_mesh
+from models.target import load_target
+from verify_service.engine import DeviceEngine, EngineConfig
+
+NUM_TOKENS = 24
+ENGINE = EngineConfig(
+    num_pages=32,
+    page_size=8,
+    max_sequences=4,
+    max_context_len=64,
+    max_tree_nodes=10,
+    max_depth=3,
+    row_buckets=(128,),
+    max_rows=128,
+)
+
+
+def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
+    raw, weights, golden = load_golden(name)
+    write_model(directory, raw, weights, shards=2)
+    mesh = model_mesh(num_shards)
+    single = DeviceEngine(*load_target(directory, boundaries=[0, 2]), ENGINE)
+    split = DeviceEngine(*load_target(directory, boundaries=[0, 2], mesh=mesh), ENGINE, mesh)
+    prompts = [golden["tokens"][: 6 + 5 * i].tolist() for i in range(4)]
+    samplings = [SamplingParams(), SamplingParams(temperature=0.8, seed=5), SamplingParams()]
+    samplings.append(SamplingParams(temperature=1.1, top_p=0.9, top_k=20, min_p=0.02, seed=9))
+    alone = generate(single, prompts, samplings, NUM_TOKENS)
+    guess = guessing([one.tokens for one in alone], raw["vocab_size"], right=0.8)
+    result: dict[str, object] = {"name": name}
+    for kind, others in (
+        ("roots", generate(split, prompts, samplings, NUM_TOKENS)),
+        ("trees", generate(split, prompts, samplings, NUM_TOKENS, guess)),
+    ):
+        margins = [first_difference(*both, NUM_TOKENS) for both in zip(alone, others, strict=True)]
+        result[kind] = [margin for margin in margins if margin is not None]
+        result[f"{kind}_accepted"] = sum(one.accepted for one in others)
+        nearest = max(
+            float(np.abs(a.features[0] - b.features[0][: len(a.features[0])]).max())
+            for a, b in zip(alone, others, strict=True)
+        )
+        result[f"{kind}_features"] = nearest
+    pages = split._pages.addressable_shards  # type: ignore[attr-defined]
+    result["pages"] = [list(shard.data.shape) for shard in pages]
+    return result
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    for case in sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as where:
+            print(json.dumps(compare(case, jax.device_count(), Path(where))), flush=True)
