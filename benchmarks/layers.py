@@ -28,7 +28,8 @@ import numpy as np
 import yaml
 
 from benchmarks.serving import print_report
-from common.errors import StartupError, exit_with_one_line
+from common.entry import run_program
+from common.errors import StartupError
 from common.types import TreeShape
 from draft_service.step import SequenceWork
 from draft_service.training.check import CheckSettings, check_head
@@ -164,4 +165,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_with_one_line("benchmarks.layers", main))
+    sys.exit(run_program("benchmarks.layers", main))
