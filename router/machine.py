@@ -260,7 +260,12 @@ class GenerationMachine:
                 break
         self.clock.add_tokens(now)
         emitted = Emitted(
-            event.tokens[:num_taken], "".join(pieces), event.pick_margins[:num_taken], trace
+            event.tokens[:num_taken],
+            "".join(pieces),
+            event.pick_margins[:num_taken],
+            trace,
+            event.logprobs[:num_taken],
+            event.top_logprobs[:num_taken],
         )
         if finished is not None:
             return [emitted, finished, *self._end()]
@@ -271,7 +276,8 @@ class GenerationMachine:
         """Adds the token's text to `pieces`. A stop token has none."""
         if token in self._stop_ids:
             return Finished(FinishReason.STOP, stop_token_id=token)
-        pieces.append(self._text.push(token))
+        may_stop = self.num_emitted > self.generation.sampling.min_tokens
+        pieces.append(self._text.push(token, may_stop=may_stop))
         if self._text.matched_stop is not None:
             return Finished(FinishReason.STOP, stop_string=self._text.matched_stop)
         if len(self.tokens) >= self.generation.max_total_tokens:
