@@ -212,8 +212,10 @@ def commit(model: Model) -> Call:
     )
 
 
-def acceptance(model: Model) -> Call:
+def acceptance(model: Model, chip: Chip | None = None, *, masked: bool = False) -> Call:
+    """Sampling and walk: the Pallas kernel for `chip`, XLA's form without one."""
     rows, batch = model.rows, model.batch
+    backend = Backend.XLA if chip is None else Backend.PALLAS
 
     def call(logits: Any, tokens: Any, parents: Any, at: Any, owner: Any, *rest: Any) -> Any:
         return sample_and_accept(
@@ -224,25 +226,28 @@ def acceptance(model: Model) -> Call:
             owner,
             SamplerParams(*rest[:6]),
             rest[6],
+            rest[7] if masked else None,
             max_depth=8,
-            backend=Backend.XLA,
+            backend=backend,
+            chip=chip,
         )
 
     columns = [Argument((rows,), I32)] * 4
     params = [Argument((batch,), dtype) for dtype in (F32, I32, F32, F32, U32, U32)]
-    stops = Argument((batch, 4), I32)
+    logits = Argument((rows, model.vocab_size), F32)
+    mask = [Argument((rows, model.vocab_size), jnp.bool_)] if masked else []
     return Call(
         function=call,
-        arguments=[Argument((rows, model.vocab_size), F32), *columns, *params, stops],
+        arguments=[logits, *columns, *params, Argument((batch, 4), I32), *mask],
     )
 
 
-def tree(model: Model, pool: int = 8 + 5 * 64) -> Call:
+def tree(model: Model, pool: int = 8 + 5 * 64, backend: Backend = Backend.XLA) -> Call:
     """A pool of eight children of the root and five levels of eight children for eight nodes."""
     columns = [Argument((model.batch, pool), dtype) for dtype in (F32, I32, I32)]
     return Call(
         function=lambda *arrays: build_tree(
-            *arrays, num_nodes=model.nodes, max_depth=6, backend=Backend.XLA
+            *arrays, num_nodes=model.nodes, max_depth=6, backend=backend
         ),
         arguments=[*columns, Argument((model.batch,), I32)],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,14 +41,15 @@ _FINISH = {
 def to_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """Only what is set goes over; the server holds the defaults and refuses what it must."""
     request = pb.GenerateRequest(
-        request_id=options.request_id,
-        model=options.model,
-        stop=options.stop,
         return_options=pb.ReturnOptions(
             token_ids=options.token_ids, trace=options.trace, pick_margins=options.pick_margins
         ),
     )
     _set_prompt(request, prompt)
+    _set(request, "request_id", options.request_id)
+    _set(request, "model", options.model)
+    with _named("stop", options.stop):
+        request.stop.extend(options.stop)
     for token in options.stop_token_ids:
         with _named("stop_token_ids", token):
             request.stop_token_ids.append(token)
@@ -83,19 +85,21 @@ def _named(name: str, value: object) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        message = f"{name}: {value!r} does not fit the field ({error})"
+        message = f"{name}: {reprlib.repr(value)} does not fit the field ({error})"
         raise CanopyError("INVALID_ARGUMENT", message, name) from None
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        request.text = prompt
+        with _named("text", prompt):
+            request.text = prompt
         return
     if prompt and isinstance(prompt[0], Message):
         turns = [m for m in prompt if isinstance(m, Message)]
-        request.chat.messages.extend(
-            pb.ChatMessage(role=turn.role, content=turn.content) for turn in turns
-        )
+        with _named("chat.messages", prompt):
+            request.chat.messages.extend(
+                pb.ChatMessage(role=turn.role, content=turn.content) for turn in turns
+            )
         return
     request.token_ids.SetInParent()  # an empty list is still this kind of prompt
     for token in prompt:

@@ -11,6 +11,8 @@ from rich.table import Table
 from canopy.client import DEFAULT_ADDRESS, Client
 from canopy.results import Chunk, Completion, Message, Options, Prompt
 from canopy.trees import draw_round
+from common.entry import stoppable
+from common.errors import StartupError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,13 +73,24 @@ def to_prompt(arguments: argparse.Namespace) -> Prompt:
 
 def generate(arguments: argparse.Namespace) -> int:
     """Streams the answer; returns the exit code. Raises CanopyError."""
+    _check(arguments)
     console = Console(highlight=False, soft_wrap=True)
-    with Client(arguments.address) as client:
+    with stoppable(), Client(arguments.address) as client:
         stream = client.stream(to_prompt(arguments), to_options(arguments), arguments.timeout)
         completion = show_stream(stream, console, show_trees=arguments.show_trees)
     if arguments.stats:
         console.print(stats_table(completion))
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises StartupError for what no router can be asked."""
+    if arguments.system and arguments.chat is None:
+        raise StartupError("system: given without --chat; a plain --prompt has no system message")
+    if arguments.timeout is not None and not arguments.timeout > 0:
+        raise StartupError(f"timeout: {arguments.timeout:g} s is over at once; give more than 0")
+    if not arguments.address:
+        raise StartupError("address: empty; give the router's HOST:PORT")
 
 
 def show_stream(

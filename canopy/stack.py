@@ -16,11 +16,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, NoReturn, Self
 
+from common.entry import stoppable
 from common.errors import StartupError
 
 MODULES = {"verify": "verify_service", "draft": "draft_service", "router": "router"}
@@ -46,6 +48,7 @@ class Child:
         self.name = name
         self.address = ""
         self.metrics_address = ""
+        self.failure = ""  # why it could not serve, in its own words
         self.events: queue.Queue[str] = queue.Queue()  # announced events; "ended" is the last
         self._log: IO[bytes] | None = None
         if not show_logs:
@@ -71,6 +74,7 @@ class Child:
                     event = str(announced["event"])
                 except (ValueError, KeyError, TypeError):
                     continue  # not an announcement
+                self.failure = announced.get("reason", self.failure)
                 self.address = announced.get("address", self.address)
                 self.metrics_address = announced.get("metrics_address", self.metrics_address)
                 self.events.put(event)
@@ -89,13 +93,14 @@ class Child:
             if event == wanted:
                 return
             if event == "ended":
-                code = self.process.wait()
-                raise StartupError(self.last_words() or f"{self.name}: ended with status {code}")
+                raise StartupError(self.last_words())
 
     def last_words(self) -> str:
-        """The last line of its log, without its own prefix; empty if the log went elsewhere."""
+        """Why it ended: what it announced, else the last line of its log, else its status."""
+        code = self.process.wait()
         lines = self.log_text().strip().splitlines()
-        return lines[-1].removeprefix("canopy serve ") if lines else ""
+        reason = self.failure or (lines[-1] if lines else f"ended with status {code}")
+        return f"{self.name}: {reason}"
 
     def log_text(self) -> str:
         """The log so far; empty if it went to the parent's own stderr."""
@@ -112,11 +117,12 @@ class Child:
 
 
 class Stack:
-    """Three running services; a context manager that ends them."""
+    """Three running services; a context manager that ends them, also on SIGINT and SIGTERM."""
 
     def __init__(self, settings: StackSettings) -> None:
         self._settings = settings
         self.children: dict[str, Child] = {}
+        self._undo = ExitStack()
 
     @property
     def address(self) -> str:
@@ -153,15 +159,30 @@ class Stack:
         """Blocks until a child ends. Raises StartupError naming it."""
         while True:
             for child in self.children.values():
-                if (code := child.process.poll()) is not None:
-                    raise StartupError(f"{child.name} ended with status {code}")
+                if child.process.poll() is not None:
+                    child.close()
+                    raise StartupError(child.last_words())
             time.sleep(0.2)
 
     def stop(self, grace_seconds: float = STOP_SECONDS) -> dict[str, int]:
-        """Ends the router first, so that its generations finish; returns the exit codes."""
+        """Ends the router first, so that its generations finish; returns the exit codes.
+
+        A signal meanwhile (a second Ctrl-C) ends all of them at once.
+        """
+        try:
+            return self._stop(grace_seconds)
+        except BaseException:
+            for child in self.children.values():
+                child.process.kill()
+                child.process.wait()
+                child.close()
+            self.children.clear()
+            raise
+
+    def _stop(self, grace_seconds: float) -> dict[str, int]:
         codes: dict[str, int] = {}
         for name in ("router", "draft", "verify"):
-            child = self.children.pop(name, None)
+            child = self.children.get(name)
             if child is None:
                 continue
             if child.process.poll() is None:
@@ -172,10 +193,14 @@ class Stack:
                 child.process.kill()
                 codes[name] = child.process.wait()
             child.close()
+            del self.children[name]
         return codes
 
     def __enter__(self) -> Self:
-        self.start()
+        with ExitStack() as undo:
+            undo.enter_context(stoppable())
+            self.start()
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(
@@ -184,4 +209,5 @@ class Stack:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.stop()
+        with self._undo:
+            self.stop()

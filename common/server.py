@@ -7,7 +7,8 @@
    stdout gets `{"event": "listening", "address": ..., "metrics_address": ...}`;
 3. `service.start()`: load, compile, connect. StartupError ends the process with one line. Then
    the allocator is set up for serving;
-4. health says SERVING for "" and every name; stdout gets `{"event": "serving", ...}`;
+4. health says SERVING for "" and every name (for "liveness" it always did); stdout gets
+   `{"event": "serving", ...}`;
 5. SIGTERM or SIGINT: health says NOT_SERVING, `service.drain(grace)`, `service.stop()`, exit 0.
    A SIGINT after that ends the process at once.
 """
@@ -15,6 +16,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -47,6 +49,11 @@ _EXIT_GRACE_SECONDS = 2.0
 """For streams to close and threads to end after the drain."""
 
 
+LIVENESS = "liveness"
+"""Health name that says SERVING as long as the process answers: while it starts, while a peer is
+away, while it drains. Restarting would mend none of these."""
+
+
 class Health:
     """The serving state that grpc.health.v1 reports; a service may turn it off and on again."""
 
@@ -66,6 +73,7 @@ class Health:
         state = status.SERVING if serving else status.NOT_SERVING
         for name in ("", *self.names):
             await self.servicer.set(name, state)
+        await self.servicer.set(LIVENESS, status.SERVING)
         self._serving = serving
         self._gauge.set(int(serving))
 
@@ -189,6 +197,7 @@ class _Life:
 
     async def run(self) -> int:
         self._listen_to_signals()
+        check_port(self._config.host, self._config.port)
         metrics_server, metrics_address = self._open_metrics()
         server = grpc.aio.server(
             interceptors=[self._gate], options=server_options(self._config.max_message_bytes)
@@ -233,7 +242,6 @@ class _Life:
 
     async def _open(self, server: grpc.aio.Server) -> str:
         host, port = self._config.host, self._config.port
-        _check_port(host, port)
         self._service.register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         if self._config.reflection:
@@ -281,21 +289,24 @@ def announce(event: str, **fields: object) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
-def _check_port(host: str, port: int) -> None:
-    """Raises StartupError if `port` is taken; gRPC's own failure would print several lines."""
-    if port == 0:
-        return
+def check_port(host: str, port: int) -> None:
+    """Raises StartupError if there is no listening on it; gRPC's own failure is several lines."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host.strip("[]"), port))
+        except OverflowError:
+            raise StartupError(f"port: {port} is not within 0 to 65535; set --port") from None
         except OSError as error:
             raise StartupError(_bind_failure("port", host, port, error)) from None
 
 
 def _bind_failure(field: str, host: str, port: int, error: Exception) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    no_such_host = isinstance(error, socket.gaierror)
+    if no_such_host or (isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL):
+        return f"host: {host!r} is no address of this machine ({reason.lower()}); set --host"
     remedy = (
         f"stop what listens there, or set --{field.replace('_', '-')} to another (0: a free one)"
     )

@@ -70,12 +70,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             stop_token_ids=self._tokenizer.stop_token_ids,
             has_chat_template=self._tokenizer.chat_template is not None,
         )
-        if self._core.verify.info is not None:
-            response.target.CopyFrom(self._core.verify.info.target)
+        response.target.CopyFrom(self._core.fleet.verify_infos[0].target)
         response.target.model_name = served.model_name
-        draft = self._core.draft
-        if draft is not None and draft.info is not None:
-            response.head_name = draft.info.head_name
+        for draft in self._core.fleet.draft_infos[:1]:
+            response.head_name = draft.head_name
             response.max_tree.max_depth = served.max_tree.max_depth
             response.max_tree.top_k = served.max_tree.top_k
             response.max_tree.max_nodes = served.max_tree.max_nodes
@@ -86,7 +84,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.GetServerInfoResponse:
         peers = [
             pb.Peer(address=peer.address, role=peer.role, ready=peer.ready, reason=peer.reason)
-            for peer in self._core.peers
+            for peer in self._core.fleet.peers
         ]
         return pb.GetServerInfoResponse(
             version=canopy_version(), protocol_version=PROTOCOL_VERSION, peers=peers

@@ -184,8 +184,12 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
     def _note_loss(self, reason: str, *, misfit: bool = False) -> None:
         peer = self.peer
         self._was_linked = peer.linked
-        if peer.linked or reason != peer.reason:
-            _logger.warning("no peer", peer=peer.address, role=self.role, reason=reason)
+        if peer.linked:
+            _logger.warning("peer lost", peer=peer.address, role=self.role, reason=reason)
+        elif misfit and reason != peer.reason:
+            _logger.warning("peer does not fit", peer=peer.address, role=self.role, reason=reason)
+        elif reason != peer.reason:
+            _logger.info("no peer yet", peer=peer.address, role=self.role, reason=reason)
         peer.linked, peer.ready, peer.misfit, peer.reason = False, False, misfit, reason
         self._outbox.clear()
         self._emptied.set()

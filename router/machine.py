@@ -136,6 +136,10 @@ class GenerationMachine:
     def draft_stage(self) -> DraftStage | None:
         return None if self._draft is None else self._draft.stage
 
+    def awaits_verify(self, epoch: int) -> bool:
+        """Whether an event of this epoch concerns what is under way now."""
+        return epoch == self._epoch and not self.ended
+
     def deadline(self) -> float | None:
         """When `tick` has something to do; None: never."""
         due = None
@@ -231,6 +235,19 @@ class GenerationMachine:
         if self._epoch == 0:
             return self._open(now)
         return self._attach(now)
+
+    def on_verify_moved(self, now: float, *, lost: bool) -> list[Action]:
+        """Another replica takes over: it is given all tokens so far.
+
+        `lost`: the one before was lost; else it would not take the sequence.
+        """
+        self._verify_up = True
+        if self.ended:
+            return []
+        if self._epoch == 0 or not lost:
+            return self._open(now)
+        self._verify_lost_at = None
+        return self._reopen("its replicas were lost one after the other", now)
 
     def _on_result(self, event: RoundResult, now: float) -> list[Action]:
         if event.round != self.round or self.phase is not Phase.RESULT:
@@ -414,18 +431,29 @@ class GenerationMachine:
 
     def _recover(self, message: str, state: SequenceState, now: float) -> list[Action]:
         """Brings verify to what the router has: by Rollback where it is ahead, else by Open."""
-        self._recoveries += 1
-        if self._recoveries > self._settings.max_recoveries:
-            return self._fail(ErrorKind.INTERNAL, f"verify could not be brought in step: {message}")
         self._epoch = max(self._epoch, state.epoch)
         if state.committed_len <= len(self.tokens):
-            self.num_reopened += 1
-            return self._open(now)
+            return self._reopen(message, now)
+        if not self._may_recover():
+            return self._give_up(message)
         self.statistics.num_rollbacks += 1
         self._epoch += 1
         rollback = Rollback(*(self.sequence_id, self._epoch, None), len(self.tokens), self.round)
         self._rides_on_open = False
         return [ToVerify(rollback), *self._go_root_only(now)]
+
+    def _reopen(self, message: str, now: float) -> list[Action]:
+        if not self._may_recover():
+            return self._give_up(message)
+        self.num_reopened += 1
+        return self._open(now)
+
+    def _may_recover(self) -> bool:
+        self._recoveries += 1
+        return self._recoveries <= self._settings.max_recoveries
+
+    def _give_up(self, message: str) -> list[Action]:
+        return self._fail(ErrorKind.INTERNAL, f"verify could not be brought in step: {message}")
 
     # -- draft
 
@@ -455,6 +483,11 @@ class GenerationMachine:
         if self._draft is None or self.ended:
             return []
         return [ToDraft(command) for command in self._draft.on_link_up()]
+
+    def on_draft_moved(self) -> None:
+        """Another replica is linked; it is opened at the next round."""
+        if self._draft is not None and not self.ended:
+            self._draft.on_moved()
 
     def _on_tree(self, draft: DraftSide, event: TreeReady, now: float) -> list[Action]:
         awaited = self.round if self.phase is Phase.TREE else None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels.backend import Backend
+from kernels.build_tree.kernel import build_tree_pallas
 from kernels.build_tree.types import BuiltTree
 from kernels.build_tree.xla import build_tree_xla
 from kernels.checks import check_dtype, check_shape
@@ -23,8 +25,9 @@ def build_tree(
     """The `num_nodes` - 1 best candidates below the root, ordered by score: every prefix is a tree.
 
     pool_scores  float32 [B, C], log-probability of the path from the root; -inf or NaN: no
-    candidate pool_parents int32 [B, C], pool index of the parent, always below the child's own;
-    -1: the root pool_tokens  int32 [B, C]
+                 candidate
+    pool_parents int32 [B, C], pool index of the parent, always below the child's own; -1: the root
+    pool_tokens  int32 [B, C]
     root_tokens  int32 [B]
     `max_depth`  of the pool: a candidate below the root has depth 1. Deeper ones would lose the
                  protection against a score above their parent's.
@@ -43,16 +46,21 @@ def build_tree(
         raise ValueError(f"num_nodes: {num_nodes} must be at least 1, the root")
     if max_depth < 1:
         raise ValueError(f"max_depth: {max_depth} must be at least 1")
-    if backend is Backend.XLA:
-        return build_tree_xla(
+    if backend.uses_kernel:
+        # No block size depends on the chip, so none is asked for.
+        return build_tree_pallas(
             pool_scores,
             pool_parents,
             pool_tokens,
             root_tokens,
             num_nodes=num_nodes,
-            max_depth=max_depth,
+            interpret=pltpu.InterpretParams() if backend is Backend.INTERPRET else False,
         )
-    raise NotImplementedError(
-        f"build_tree: backend {backend.value} is not built;"
-        " the XLA form runs everywhere: use Backend.XLA"
+    return build_tree_xla(
+        pool_scores,
+        pool_parents,
+        pool_tokens,
+        root_tokens,
+        num_nodes=num_nodes,
+        max_depth=max_depth,
     )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels.backend import Backend
 from kernels.checks import check_dtype, check_shape
 from kernels.chips import Chip
+from kernels.sample_and_accept.kernel import pick_rows_pallas
+from kernels.sample_and_accept.sharded import pick_rows_sharded
 from kernels.sample_and_accept.types import Accepted, SamplerParams
+from kernels.sample_and_accept.walk import Trees, walk_rows
 from kernels.sample_and_accept.xla import pick_and_walk_xla
 
 
@@ -53,6 +57,7 @@ def sample_and_accept(
     *,
     max_depth: int,
     want_logprobs: jax.Array | bool = False,
+    vocab_axis: str | None = None,
     backend: Backend,
     chip: Chip | None = None,
 ) -> Accepted:
@@ -69,12 +74,16 @@ def sample_and_accept(
     token_mask    bool [N, V], False: never picked; applied before the filters
     max_depth     most accepted nodes; deeper ones are not looked at
     want_logprobs may be a traced bool: the pass over the logits is skipped if False
+    vocab_axis    inside `shard_map`: the mesh axis over which the vocabulary is split, in order. V
+                  is then this chip's share, of logits and token_mask, the same on every chip (fill
+                  up with -inf); all else is whole, and so is the result. Only with Backend.XLA
 
     A node is accepted if its parent is and its token equals the parent's pick. Among siblings with
     one token the first counts. The pick at the last accepted node is the bonus. A row whose logits
     hold NaN or +inf, or no finite one, has no pick (-1) and is never accepted.
     Raises ValueError at trace time for shapes or dtypes that do not fit.
     """
+    wanted = jnp.asarray(want_logprobs)
     columns = {
         "tokens": tokens,
         "parents": parents,
@@ -82,11 +91,32 @@ def sample_and_accept(
         "node_sequence": node_sequence,
     }
     _check(logits, columns, params, stop_tokens, token_mask, max_depth)
-    if backend is not Backend.XLA:
-        raise NotImplementedError(
-            f"sample_and_accept: backend {backend.value} is not built"
-            f" (chip {chip.name if chip else None}); use Backend.XLA"
+    if vocab_axis is not None:
+        if backend is not Backend.XLA:
+            raise ValueError(
+                f"backend: {backend.value} cannot take a vocabulary split over {vocab_axis!r};"
+                " use Backend.XLA there, on TPU too"
+            )
+        split = pick_rows_sharded(
+            logits, positions, node_sequence, params, wanted, token_mask, axis=vocab_axis
         )
+        trees = Trees(tokens, parents, node_sequence, stop_tokens, split.usable)
+        return walk_rows(split, trees, wanted, max_depth)
+    if backend.uses_kernel:
+        if chip is None:
+            raise ValueError(f"chip: backend {backend.value} needs one of kernels.chips.CHIPS")
+        rows = pick_rows_pallas(
+            logits,
+            positions,
+            node_sequence,
+            params,
+            wanted,
+            token_mask,
+            chip=chip,
+            interpret=pltpu.InterpretParams() if backend is Backend.INTERPRET else False,
+        )
+        trees = Trees(tokens, parents, node_sequence, stop_tokens, rows.usable)
+        return walk_rows(rows, trees, wanted, max_depth)
     return pick_and_walk_xla(
         logits,
         tokens,
@@ -95,7 +125,7 @@ def sample_and_accept(
         node_sequence,
         params,
         stop_tokens,
-        jnp.asarray(want_logprobs),
+        wanted,
         token_mask,
         max_depth,
     )

@@ -34,6 +34,18 @@ class Picks(NamedTuple):
     margins: jax.Array
 
 
+class RowPicks(NamedTuple):
+    """Picks of all N rows, sampled ones included.
+
+    usable   bool [N]: the row can have a pick
+    logprobs float32 [N] of the picks, unfiltered, temperature 1; anything where not asked for
+    """
+
+    picks: Picks
+    usable: jax.Array
+    logprobs: jax.Array
+
+
 class Accepted(NamedTuple):
     """The walk down each of B trees. D = max_depth.
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.sample_and_accept.types import Picks
+from kernels.sample_and_accept.types import Accepted, Picks, RowPicks
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +73,22 @@ def walk(chosen: Picks, trees: Trees, max_depth: int) -> Path:
         visited.append(node)
     path = jnp.stack(visited, axis=1)
     return Path(path, _at(chosen.picks, path, -1), _at(chosen.margins, path, 0))
+
+
+def as_accepted(path: Path, logprobs: jax.Array) -> Accepted:
+    """`logprobs` float32 [B, D + 1] of the emitted tokens."""
+    accepted = path.visited[:, 1:]
+    return Accepted(
+        num_accepted=jnp.sum(accepted >= 0, axis=1, dtype=jnp.int32),
+        accepted=accepted,
+        emitted=path.emitted,
+        emitted_margins=path.margins,
+        emitted_logprobs=logprobs,
+    )
+
+
+def walk_rows(rows: RowPicks, trees: Trees, want_logprobs: jax.Array, max_depth: int) -> Accepted:
+    """The walk over picks that are there for every row."""
+    path = walk(rows.picks, trees, max_depth)
+    logprobs = _at(rows.logprobs, path.visited, 0)
+    return as_accepted(path, jnp.where(want_logprobs, logprobs, 0.0))

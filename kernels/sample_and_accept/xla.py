@@ -15,7 +15,7 @@ from jax import lax
 from kernels.noise import position_noise
 from kernels.sample_and_accept.filters import FLOOR, Edges, Filters, edge_margin, find_edges
 from kernels.sample_and_accept.types import Accepted, Picks, SamplerParams
-from kernels.sample_and_accept.walk import Trees, walk
+from kernels.sample_and_accept.walk import Trees, as_accepted, walk
 
 GREEDY_TEMPERATURE = 1e-5  # as common.types has it
 
@@ -122,13 +122,5 @@ def pick_and_walk_xla(
         total = jax.nn.logsumexp(jnp.where(broken[:, None], 0.0, logits), axis=1)
         return jnp.where(path.visited >= 0, picked - total[rows], 0.0)
 
-    accepted = path.visited[:, 1:]
-    return Accepted(
-        num_accepted=jnp.sum(accepted >= 0, axis=1, dtype=jnp.int32),
-        accepted=accepted,
-        emitted=path.emitted,
-        emitted_margins=path.margins,
-        emitted_logprobs=lax.cond(
-            want_logprobs, logprobs, lambda: jnp.zeros(path.emitted.shape, jnp.float32)
-        ),
-    )
+    none = jnp.zeros(path.emitted.shape, jnp.float32)
+    return as_accepted(path, lax.cond(want_logprobs, logprobs, lambda: none))

@@ -51,10 +51,23 @@ def test_commit_is_in_place(chip: str) -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("build", [programs.acceptance, programs.tree])
-def test_sampling_and_tree_building_never_sort_a_vocabulary(chip: str, build: Any) -> None:
+def test_xla_sampling_and_tree_building_never_sort_a_vocabulary(chip: str, build: Any) -> None:
     model = dataclasses.replace(SMALL, vocab_size=32000)
     program = _compile(chip, build(model))
     assert program.largest_result("sort") < model.vocab_size
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "token mask"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_sampling_kernel_compiles_at_the_largest_vocabulary_and_copies_no_logits(
+    chip: str, masked: bool
+) -> None:
+    model = dataclasses.replace(SMALL, batch=16, vocab_size=151936)
+    program = _compile(chip, programs.acceptance(model, CHIPS[chip], masked=masked))
+    assert program.operations("custom-call")
+    # A mask is turned into bytes on the way, a quarter of the logits.
+    assert program.temp_bytes < model.rows * model.vocab_size * (1.2 if masked else 0.1)
+    assert program.largest_result("sort") == 0
 
 
 def test_attention_splits_over_kv_heads_without_a_collective() -> None:

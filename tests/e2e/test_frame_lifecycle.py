@@ -39,7 +39,7 @@ SERVICES = {
 def refusal(*arguments: str, code: int = 1) -> str:
     """The one line with which a service refuses to start."""
     result = subprocess.run(
-        [sys.executable, "-m", "canopy.cli", "serve", *arguments, "--metrics-port", "0"],
+        [sys.executable, "-m", "canopy", "serve", *arguments, "--metrics-port", "0"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,12 +1,11 @@
-"""Runs the attention kernel in Pallas' TPU interpret mode and fails on what that mode only
-prints.
-"""
+"""Runs kernels in Pallas' TPU interpret mode and fails on what that mode only prints."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import io
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -25,6 +24,18 @@ class KernelFault(AssertionError):
     """A data race, or a semaphore left with a count."""
 
 
+@contextlib.contextmanager
+def failing_on_faults() -> Iterator[None]:
+    """Raises KernelFault with the interpreter's words. Results must be fetched inside."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        yield
+        pltpu.reset_tpu_interpret_mode_state()
+    said = printed.getvalue()
+    if "RACE DETECTED" in said or "non-zero count" in said:
+        raise KernelFault(said[:2000])
+
+
 def interpret(
     arrays: dict[str, Any],
     blocks: Blocks,
@@ -34,17 +45,12 @@ def interpret(
     window: int | None,
     detect_races: bool = True,
 ) -> np.ndarray:
-    """float64 output. Raises KernelFault with the interpreter's words."""
+    """float64 output of the attention kernel. Raises KernelFault."""
     params = pltpu.InterpretParams(detect_races=detect_races, dma_execution_mode=mode)
     call = _compiled(blocks, params, scale, window)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        out = np.asarray(call({k: jnp.asarray(v) for k, v in arrays.items()})).astype(np.float64)
-        pltpu.reset_tpu_interpret_mode_state()
-    said = printed.getvalue()
-    if "RACE DETECTED" in said or "non-zero count" in said:
-        raise KernelFault(said[:2000])
-    return out
+    with failing_on_faults():
+        out = np.asarray(call({k: jnp.asarray(v) for k, v in arrays.items()}))
+    return out.astype(np.float64)
 
 
 @functools.cache

@@ -305,7 +305,7 @@ async def test_a_verify_that_comes_back_with_another_model_is_left_out(world: Wo
     await world.verify.stop()
     set_field(world.verify, "target.weights_hash", "new")
     await world.verify.start()
-    await until(lambda: world.service.core.verify.peer.misfit)
+    await until(lambda: world.service.core.fleet.peers[0].misfit)
     assert not world.health.serving
     error, _ = await refusal(world, text="hi")
     assert error.code() is CODE.UNAVAILABLE
@@ -318,7 +318,7 @@ async def test_a_draft_that_comes_back_with_another_head_is_left_out(world: Worl
     await world.draft.stop()
     set_field(world.draft, "features.boundaries", [7])
     await world.draft.start()
-    await until(lambda: world.service.core.draft.peer.misfit)
+    await until(lambda: world.service.core.fleet.peers[1].misfit)
     assert world.health.serving
     answer = await world.generate(text="hi", max_tokens=8)
     assert answer.completion.speculation.num_accepted == 0
