@@ -67,6 +67,15 @@ def write_rows(pages: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.A
     A row whose `page` is num_pages or more is dropped (negative ids would wrap: never pass one).
     In place if `pages` is donated. Live rows must not share a place.
     """
+    rows = rows.astype(pages.dtype)
+    num_layers, _, kv_heads, _ = rows.shape
+    if num_layers == 1:
+        # Every K/V pair indexed by itself: with the heads as a window XLA for TPU would rather
+        # have them behind the tokens of a page, and copies the pages there and back (seen at one
+        # layer, not at more).
+        head = jnp.arange(kv_heads, dtype=jnp.int32)[None]
+        at = pages.at[0, page[:, None], head, offset[:, None]]
+        return at.set(rows[0], mode="drop", unique_indices=False)
     # Advanced indices split by a slice put the R axis first: [R, L, kv_heads, 2·head_dim].
-    moved = jnp.moveaxis(rows, 1, 0).astype(pages.dtype)
+    moved = jnp.moveaxis(rows, 1, 0)
     return pages.at[:, page, :, offset, :].set(moved, mode="drop", unique_indices=False)

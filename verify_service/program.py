@@ -152,7 +152,8 @@ class StepParts:
             ),
             x["stop_tokens"],
             max_depth=self.shape.max_depth,
-            backend=Backend.XLA,
+            backend=self.backend,
+            chip=self.chip,
         )
 
 

@@ -85,3 +85,11 @@ def test_attention_splits_over_kv_heads_without_a_collective() -> None:
     for collective in ("all-reduce", "all-gather", "all-to-all", "collective-permute"):
         assert not program.operations(collective)
     assert program.temp_bytes < _pages_bytes(SMALL) / 8
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_commit_of_a_single_layer_is_in_place_too(heads: int) -> None:
+    """A draft head has one layer: there the scatter over whole rows made XLA copy all pages."""
+    model = dataclasses.replace(SMALL, num_layers=1, num_pages=4096, kv_heads=heads)
+    program = _compile("v5e", programs.commit(model))
+    assert program.temp_bytes < _pages_bytes(model) / 64
