@@ -53,13 +53,16 @@ class Program:
         """Lines of optimised HLO whose operation is `name`, e.g. "sort", "copy", "all-gather"."""
         return re.findall(rf"^.* = .*? {name}\(.*$", self.text, re.MULTILINE)
 
-    def result_shapes(self, name: str) -> list[tuple[int, ...]]:
-        """Shapes of all arrays that operations `name` make."""
-        shapes = []
+    def result_shapes(self, name: str, *, in_hbm: bool = False) -> list[tuple[int, ...]]:
+        """Shapes of all arrays that operations `name` make; `in_hbm`: but for those in VMEM, which
+        are fetched there to be used."""
+        shapes: list[tuple[int, ...]] = []
         for line in self.operations(name):
             result = line.split(" = ", 1)[1].split(f" {name}(", 1)[0]
-            for dims in re.findall(r"\w+\[([\d,]*)\]", result):
-                shapes.append(tuple(int(d) for d in dims.split(",") if d))
+            if in_hbm and "S(1)" in result:
+                continue
+            arrays = re.findall(r"\w+\[([\d,]*)\]", result)
+            shapes += [tuple(int(d) for d in dims.split(",") if d) for dims in arrays]
         return shapes
 
     def largest_result(self, name: str) -> int:

@@ -207,13 +207,27 @@ SERVED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A call and what to look for in it. `weights`: shapes of the large ones on a chip, which no
-    copy may make; `pages_bytes` of a chip; `vocab_size` that no sort may reach."""
+    """A call and what to look for in it.
+
+    `weights`: shapes of the large ones on a chip, which no copy may make but `known_copies`;
+    `pages_bytes` of a chip; `vocab_size` that no sort may reach; `temp_limit_bytes`: an eighth of
+    the pages, and what a step cannot be without.
+    """
 
     call: Call
     weights: tuple[tuple[int, ...], ...]
     pages_bytes: int
     vocab_size: int
+    temp_limit_bytes: int
+    known_copies: tuple[tuple[int, ...], ...] = ()
+
+
+def _odd_tables(target: TargetConfig) -> tuple[tuple[int, ...], ...]:
+    """Vocabulary tables whose width is no multiple of 128: XLA for TPU lays their rows along the
+    lanes, which pads nothing, and turns them for the look-up of embeddings in every step."""
+    if target.hidden_size % 128 == 0:
+        return ()
+    return ((target.vocab_size, target.hidden_size),)
 
 
 def _large(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
@@ -221,7 +235,7 @@ def _large(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _nbytes(shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * BF16.itemsize
+    return math.prod(shape) * int(BF16.itemsize)
 
 
 def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
@@ -272,6 +286,10 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
         weights=_large(list(local.values())),
         pages_bytes=_nbytes(shape) // target.num_shards,
         vocab_size=target.vocab_size // target.num_shards,
+        # Logits of all chips, in float32 and once more in another order.
+        temp_limit_bytes=_nbytes(shape) // target.num_shards // 8
+        + int(2.2 * 4 * rows * target.vocab_size),
+        known_copies=_odd_tables(target),
     )
 
 
@@ -305,7 +323,7 @@ def head_of(target: TargetConfig) -> HeadConfig:
 
 
 def draft(served: Served, chip: Chip) -> Step:
-    """The draft engine's drafting step: extend by up to eight pairs a sequence, six depths, tree."""
+    """The draft engine's drafting step: up to eight new pairs a sequence, six depths, the tree."""
     head = head_of(dataclasses.replace(served.target, num_shards=1))
     config = DraftConfig(
         num_pages=served.num_pages,
@@ -337,6 +355,7 @@ def draft(served: Served, chip: Chip) -> Step:
         page_size=served.page_size,
         head_dim=head.attention.head_dim,
     )
+    odd = _odd_tables(served.target)
     size = bucket.packing(config.pages_per_sequence, max(bucket.num_sequences, 8)).size
     return Step(
         call=Call(
@@ -353,4 +372,6 @@ def draft(served: Served, chip: Chip) -> Step:
         weights=_large(list(shapes.values())),
         pages_bytes=_nbytes(shape),
         vocab_size=vocab,
+        temp_limit_bytes=_nbytes(shape) // 8 + int(1.2 * sum(map(_nbytes, odd))),
+        known_copies=odd,
     )
