@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.chips import CHIPS, Chip
 
-LARGER_TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
-"""Where the smallest topology has one chip: names with four."""
+LARGER_TOPOLOGIES = {"v5e": ("v5e:2x2", "v5e:2x4"), "v6e": ("v6e:2x2", "v6e:2x4")}
+"""Where the smallest topology has one chip: names with four and with eight."""
 
 
 WHOLE = PartitionSpec()  # type: ignore[no-untyped-call]
@@ -48,26 +49,84 @@ class Program:
     output_bytes: int
     temp_bytes: int
     alias_bytes: int
+    peak_bytes: int
+
+    def collectives(self) -> dict[str, dict[str, int]]:
+        """By kind: how many stand in the program, and bytes of their results on one chip.
+
+        Those within a conditional count, though they may not run.
+        """
+        found: dict[str, dict[str, int]] = {}
+        for kind in COLLECTIVES:
+            lines = self.operations(kind) + self.operations(f"{kind}-start")
+            if lines:
+                sizes = [_result_bytes(line, kind) for line in lines]
+                found[kind] = {"count": len(lines), "bytes": sum(sizes)}
+        return found
 
     def operations(self, name: str) -> list[str]:
         """Lines of optimised HLO whose operation is `name`, e.g. "sort", "copy", "all-gather"."""
         return re.findall(rf"^.* = .*? {name}\(.*$", self.text, re.MULTILINE)
 
-    def largest_result(self, name: str) -> int:
-        """Elements of the largest array that an operation `name` makes; 0 without one."""
-        largest = 0
+    def result_shapes(self, name: str, *, in_hbm: bool = False) -> list[tuple[int, ...]]:
+        """Shapes of all arrays that operations `name` make; `in_hbm`: but for those in VMEM, which
+        are fetched there to be used."""
+        shapes: list[tuple[int, ...]] = []
         for line in self.operations(name):
             result = line.split(" = ", 1)[1].split(f" {name}(", 1)[0]
-            for dims in re.findall(r"\w+\[([\d,]*)\]", result):
-                largest = max(largest, int(np.prod([int(d) for d in dims.split(",") if d] or [1])))
-        return largest
+            if in_hbm and "S(1)" in result:
+                continue
+            arrays = re.findall(r"\w+\[([\d,]*)\]", result)
+            shapes += [tuple(int(d) for d in dims.split(",") if d) for dims in arrays]
+        return shapes
+
+    def largest_result(self, name: str) -> int:
+        """Elements of the largest array that an operation `name` makes; 0 without one."""
+        return max((int(np.prod(s)) for s in self.result_shapes(name)), default=0)
+
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
+
+_WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+def _result_bytes(line: str, kind: str) -> int:
+    """Of a collective's result; of a `-start`, which names its operand as well, the larger half."""
+    head = line.split(" = ", 1)[1].split(f" {kind}", 1)[0]
+    sizes = [
+        _WIDTHS[dtype] * int(np.prod([int(n) for n in dims.split(",") if n] or [1]))
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", head)
+        if dtype in _WIDTHS
+    ]
+    return max(sizes) if f"{kind}-start" in line else sum(sizes)
+
+
+def libtpu_version() -> str:
+    """Of the compiler."""
+    return metadata.version("libtpu")
+
+
+def mesh_of(topology: str, axis: str) -> Mesh:
+    """All devices of a slice, as v5e:2x2, along one axis. Raises ValueError for an unknown name."""
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except Exception as error:  # the compiler's own kinds differ by version
+        raise ValueError(f"chip: {topology!r} is no slice that the compiler knows") from error
+    return Mesh(np.array(devices), (axis,))
 
 
 def mesh_for(chip: Chip, num_devices: int = 1) -> Mesh:
     """A mesh ("model",) of `num_devices` devices of `chip`, none of them present."""
     name = chip.topology
     if num_devices > 1:
-        name = LARGER_TOPOLOGIES.get(chip.name, name)
+        four, eight = LARGER_TOPOLOGIES.get(chip.name, (name, name))
+        name = four if num_devices <= 4 else eight
     devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     if len(devices) < num_devices:
         raise ValueError(f"num_devices: {name} has {len(devices)}, not {num_devices}")
@@ -100,6 +159,7 @@ def compile_for(
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
     )
 
 
