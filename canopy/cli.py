@@ -63,7 +63,7 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     for name in MODULES:  # run by _serve_one, which hands every flag on
         services.add_parser(name, help=f"run the {name} service; its own --help lists the flags")
     every = services.add_parser("all", help="run all three as processes of this one")
-    every.add_argument("--model", type=Path, help="model directory [the demo's, fetched]")
+    every.add_argument("--model", type=Path, help="directory or Hugging Face id [the demo's]")
     every.add_argument("--head", type=Path, help="head directory [for the demo's model: its own]")
     every.add_argument("--host", default="127.0.0.1", help="the router's address [%(default)s]")
     every.add_argument("--port", type=int, default=50051, help="the router's port [%(default)s]")
@@ -126,6 +126,8 @@ def _serve_all(parsed: argparse.Namespace) -> int:
             raise StartupError("head: given without --model; name the model that it belongs to")
         model = library.fetch_model(library.DEMO_MODEL)
         head = library.demo_head(model)
+    else:
+        model = library.model_directory(model)
     router = ("--host", parsed.host, "--port", str(parsed.port))
     settings = StackSettings(
         model=model,

@@ -26,6 +26,11 @@ from canopy.results import (
 )
 from canopy.v1 import generation_pb2 as pb
 
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
 _FINISH = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -49,8 +54,14 @@ def to_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         with _named("stop_token_ids", token):
             request.stop_token_ids.append(token)
     _set(request, "max_tokens", options.max_tokens)
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"):
+    for name in _SAMPLING:
         _set(request.sampling, name, getattr(options, name))
+    for token, bias in options.logit_bias.items():
+        with _named("logit_bias", (token, bias)):
+            request.sampling.logit_bias[token] = bias
+    if options.logprobs or options.top_logprobs:
+        request.logprobs = True
+        _set(request, "top_logprobs", options.top_logprobs)
     speculation = {
         "enabled": options.speculation,
         "max_depth": options.max_depth,
@@ -104,6 +115,10 @@ def to_event(response: pb.GenerateResponse) -> Chunk | Completion:
         text=chunk.text,
         token_ids=tuple(chunk.token_ids),
         pick_margins=tuple(chunk.pick_margins),
+        logprobs=tuple(chunk.logprobs),
+        top_logprobs=tuple(
+            tuple(zip(place.tokens, place.logprobs, strict=True)) for place in chunk.top_logprobs
+        ),
         round=_to_round(chunk.trace) if chunk.HasField("trace") else None,
     )
 
@@ -165,6 +180,8 @@ def to_generation(events: list[Chunk | Completion]) -> Generation:
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         pick_margins=tuple(margin for chunk in chunks for margin in chunk.pick_margins),
         completion=events[-1],
+        logprobs=tuple(value for chunk in chunks for value in chunk.logprobs),
+        top_logprobs=tuple(place for chunk in chunks for place in chunk.top_logprobs),
         rounds=tuple(chunk.round for chunk in chunks if chunk.round is not None),
     )
 

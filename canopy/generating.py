@@ -32,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--min-p", type=float)
+    parser.add_argument("--presence-penalty", type=float, help="for tokens generated before")
+    parser.add_argument("--frequency-penalty", type=float, help="for each time they were")
+    parser.add_argument("--repetition-penalty", type=float, help="for them and the prompt's tokens")
+    parser.add_argument("--min-tokens", type=int, help="no stop within so many tokens")
     parser.add_argument("--seed", type=int, help="same seed, same text; unset: a random one")
     parser.add_argument("--stop", action="append", default=[], help="end before this string")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past stop tokens")
@@ -51,6 +55,10 @@ def to_options(arguments: argparse.Namespace) -> Options:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        repetition_penalty=arguments.repetition_penalty,
+        min_tokens=arguments.min_tokens,
         seed=arguments.seed,
         ignore_eos=True if arguments.ignore_eos else None,
         stop=tuple(arguments.stop),

@@ -36,6 +36,21 @@ def fetch_model(name: str, cache_dir: Path | None = None) -> Path:
         raise StartupError(str(error)) from None
 
 
+def model_directory(name: Path) -> Path:
+    """Of a model named by its directory or its Hugging Face id, which is downloaded. StartupError.
+
+    Raised before any service starts, and so that all three read the same files.
+    """
+    from models.errors import ModelError
+    from models.hub import resolve_model
+
+    try:
+        with stoppable():
+            return resolve_model(name)
+    except ModelError as error:
+        raise StartupError(f"model: {error}") from None
+
+
 def init_head(target: Path, head: Path, num_layers: int = 1, draft_vocab: int = 8192) -> Path:
     """Makes a head from the target's own last layers. Raises StartupError."""
     from models.eagle3.init import init_head as init

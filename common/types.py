@@ -6,6 +6,7 @@ Axes: N nodes of a draft tree (root included), T rows of a step, F features.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,10 @@ GREEDY_TEMPERATURE = 1e-5
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
+
+
+TopLogprobs = Sequence[tuple[int, float]]
+"""(token, log-probability) of the likeliest tokens at one place, best first."""
 
 
 @dataclass(frozen=True, slots=True)

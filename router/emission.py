@@ -27,6 +27,7 @@ class Emission:
         self._text = text
         self._stop_ids = frozenset(generation.stop_token_ids)
         self._max_total_tokens = generation.max_total_tokens
+        self._stops_from = len(self.tokens) + generation.sampling.min_tokens
 
     @property
     def room(self) -> int:
@@ -52,7 +53,7 @@ class Emission:
         """Adds the token's text to `pieces`. A stop token has none."""
         if token in self._stop_ids:
             return Finished(FinishReason.STOP, stop_token_id=token)
-        pieces.append(self._text.push(token))
+        pieces.append(self._text.push(token, may_stop=len(self.tokens) > self._stops_from))
         if self._text.matched_stop is not None:
             return Finished(FinishReason.STOP, stop_string=self._text.matched_stop)
         return Finished(FinishReason.LENGTH) if self.room <= 0 else None

@@ -262,7 +262,14 @@ class GenerationMachine:
         taken = self._emission.take(event.tokens)
         self.clock.add_tokens(now)
         count = taken.num_tokens
-        emitted = Emitted(event.tokens[:count], taken.text, event.pick_margins[:count], trace)
+        emitted = Emitted(
+            event.tokens[:count],
+            taken.text,
+            event.pick_margins[:count],
+            trace,
+            event.logprobs[:count],
+            event.top_logprobs[:count],
+        )
         if taken.finished is not None:
             return [emitted, taken.finished, *self._end()]
         self.round += 1

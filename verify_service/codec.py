@@ -13,7 +13,14 @@ import numpy as np
 
 from canopy.v1 import types_pb2, verify_pb2
 from common.tensors import FeaturePiece
-from common.types import DraftTree, ErrorCode, SamplingParams, SequenceFailure, SequenceState
+from common.types import (
+    DraftTree,
+    ErrorCode,
+    SamplingParams,
+    SequenceFailure,
+    SequenceState,
+    TopLogprobs,
+)
 from verify_service.commands import (
     NO_ROUND,
     Attach,
@@ -26,7 +33,6 @@ from verify_service.commands import (
 )
 from verify_service.events import Closed, Event, Failed, Preempted, RoundDone, StateReport
 from verify_service.info import PROTOCOL_VERSION, VerifyInfo
-from verify_service.step import TopLogprobs
 
 SEQUENCE_ID_BYTES = 16
 

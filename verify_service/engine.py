@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from common.log import get_logger
+from common.types import TopLogprobs
 from kernels.backend import Backend
 from kernels.chips import Chip
 from kernels.kv_layout import pages_bytes, pages_shape
@@ -23,7 +24,7 @@ from models.sharding import PAGES_SPEC
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
 from verify_service.program import DeviceState, SplitStep, StepParts, WholeStep
 from verify_service.slots import Slots
-from verify_service.step import SequenceOutcome, SequenceWork, TopLogprobs
+from verify_service.step import SequenceOutcome, SequenceWork
 
 Step = WholeStep | SplitStep
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from common.types import ErrorCode, SequenceState
-from verify_service.step import TopLogprobs
+from common.types import ErrorCode, SequenceState, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

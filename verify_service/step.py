@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.types import Float32Array, Int32Array, SamplingParams
+from common.types import Float32Array, Int32Array, SamplingParams, TopLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -110,10 +110,6 @@ class SequenceWork:
                 f"page_ids: {self.page_ids.size} pages of {page_size} tokens hold {room} tokens;"
                 f" prefix, causal rows and deepest path need {needed}"
             )
-
-
-TopLogprobs = tuple[tuple[int, float], ...]
-"""(token, log-probability) of the likeliest tokens at one place, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,31 +79,35 @@ def adjust_logits_xla(
     token_mask: jax.Array | None,
     max_depth: int,
 ) -> jax.Array:
-    """Arguments as in `api.adjust_logits`."""
+    """Arguments as in `api.adjust_logits`. Without any option at work: one copy of the logits."""
     vocab = logits.shape[1]
     owner = jnp.maximum(node_sequence, 0)
-    logits = lax.cond(
-        jnp.any(options.is_penalised),
-        lambda: _with_penalties(logits, tokens, parents, owner, state, options, max_depth),
-        lambda: logits,
-    )
 
-    def with_bias() -> jax.Array:
+    def with_bias(logits: jax.Array) -> jax.Array:
         is_on = options.has_bias[owner] > 0
         bias = state.bias[jnp.where(is_on, options.slot[owner], 0)]
         return logits + jnp.where(is_on[:, None], bias, 0.0)
 
-    logits = lax.cond(jnp.any(options.has_bias > 0), with_bias, lambda: logits)
-
-    def without_stops() -> jax.Array:
+    def without_stops(logits: jax.Array) -> jax.Array:
         is_early = (positions < options.min_position[owner])[:, None]
         stops = stop_tokens[owner]
         column = jnp.where(is_early & (stops >= 0), stops, vocab)
         rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
         return logits.at[rows, column].set(-jnp.inf, mode="drop")
 
-    logits = lax.cond(jnp.any(options.min_position > 0), without_stops, lambda: logits)
-    return logits if token_mask is None else jnp.where(token_mask, logits, -jnp.inf)
+    def with_options(logits: jax.Array) -> jax.Array:
+        logits = lax.cond(
+            jnp.any(options.is_penalised),
+            lambda x: _with_penalties(x, tokens, parents, owner, state, options, max_depth),
+            lambda x: x,
+            logits,
+        )
+        logits = lax.cond(jnp.any(options.has_bias > 0), with_bias, lambda x: x, logits)
+        return without_stops(logits)
+
+    is_on = options.is_penalised | (options.has_bias > 0) | (options.min_position > 0)
+    adjusted: jax.Array = lax.cond(jnp.any(is_on), with_options, lambda x: x, logits)
+    return adjusted if token_mask is None else jnp.where(token_mask, adjusted, -jnp.inf)
 
 
 def count_tokens_xla(

@@ -548,6 +548,7 @@ def _scratch_shapes(
     return [*buffers, *softmax, *[pltpu.SemaphoreType.DMA((2,)) for _ in range(7)]]
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "window", "chip", "interpret", "blocks"))
 def tree_attention_pallas(
     q: jax.Array,  # [Tq, q_heads, head_dim]
     block_kv: jax.Array,  # [Tk, kv_heads, 2*head_dim]

@@ -99,6 +99,13 @@ INVALID = [
     ({"text": "hi", "request_id": "x" * 129}, "request_id", ["129 characters", "at most 128"]),
     ({"text": "hi", "request_id": "a\nb"}, "request_id", ["printable"]),
     ({"text": "hi", "n": 0}, "n", ["0 choices", "send 1"]),
+    (sampling(frequency_penalty=-2.5), "sampling.frequency_penalty", ["-2.5", "[-2, 2]"]),
+    (sampling(repetition_penalty=0.0), "sampling.repetition_penalty", ["0.0", "(0, 10]"]),
+    (sampling(logit_bias={300: 1.0}), "sampling.logit_bias", ["token 300", "[0, 300)"]),
+    (sampling(logit_bias={3: 101.0}), "sampling.logit_bias[3]", ["101.0", "[-100, 100]"]),
+    (sampling(min_tokens=4) | {"max_tokens": 3}, "sampling.min_tokens", ["4 is above", "3"]),
+    ({"text": "hi", "logprobs": True, "top_logprobs": 21}, "top_logprobs", ["21", "[0, 20]"]),
+    ({"text": "hi", "top_logprobs": 2}, "top_logprobs", ["without logprobs"]),
 ]
 
 
@@ -121,13 +128,6 @@ async def test_invalid_argument_names_field_value_limit_and_remedy(
 
 UNBUILT = [
     ({"text": "hi", "n": 2}, "n", "send n requests"),
-    ({"text": "hi", "logprobs": True}, "logprobs", "leave it unset"),
-    ({"text": "hi", "top_logprobs": 3}, "top_logprobs", "leave it unset"),
-    (sampling(presence_penalty=0.5), "sampling.presence_penalty", "leave it unset, or at 0.0"),
-    (sampling(frequency_penalty=-1.0), "sampling.frequency_penalty", "or at 0.0"),
-    (sampling(repetition_penalty=1.1), "sampling.repetition_penalty", "or at 1.0"),
-    (sampling(logit_bias={3: 1.0}), "sampling.logit_bias", "leave it empty"),
-    (sampling(min_tokens=4), "sampling.min_tokens", "leave it unset"),
 ]
 
 
