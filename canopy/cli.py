@@ -1,4 +1,4 @@
-"""The `canopy` command: serve, generate, demo, model, head."""
+"""The `canopy` command: serve, generate, demo, model, head, plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from canopy import generating, library
+from canopy import generating, library, planning
 from canopy.demo import run_demo
 from canopy.results import CanopyError
 from canopy.stack import MODULES, Stack, StackSettings
@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=lambda parsed: run_demo(Console(highlight=False)))
     _add_model(commands)
     _add_head(commands)
+    plan = commands.add_parser("plan", help="how many slices of each kind a load needs")
+    planning.add_arguments(plan)
+    plan.set_defaults(run=planning.run)
     return parser
 
 

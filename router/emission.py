@@ -24,10 +24,11 @@ class Emission:
 
     def __init__(self, generation: Generation, text: OutputText) -> None:
         self.tokens = list(generation.prompt_tokens)
+        self._num_prompt_tokens = len(self.tokens)
         self._text = text
         self._stop_ids = frozenset(generation.stop_token_ids)
         self._max_total_tokens = generation.max_total_tokens
-        self._stops_from = len(self.tokens) + generation.sampling.min_tokens
+        self._min_tokens = generation.sampling.min_tokens
 
     @property
     def room(self) -> int:
@@ -53,7 +54,8 @@ class Emission:
         """Adds the token's text to `pieces`. A stop token has none."""
         if token in self._stop_ids:
             return Finished(FinishReason.STOP, stop_token_id=token)
-        pieces.append(self._text.push(token, may_stop=len(self.tokens) > self._stops_from))
+        num_emitted = len(self.tokens) - self._num_prompt_tokens
+        pieces.append(self._text.push(token, may_stop=num_emitted > self._min_tokens))
         if self._text.matched_stop is not None:
             return Finished(FinishReason.STOP, stop_string=self._text.matched_stop)
         return Finished(FinishReason.LENGTH) if self.room <= 0 else None

@@ -27,7 +27,7 @@ from tools.prometheus_server import RULES, PrometheusServer, filled_in, shortene
 
 DASHBOARDS = sorted((CHART / "files/dashboards").glob("*.json"))
 RULES_TEST = Path(__file__).with_name("rules_test.yaml")
-LOAD_SECONDS = 12.0
+LOAD_SECONDS = 8.0
 DRILL = 0.1
 """Alerts wait a tenth of their time here; `python -m benchmarks.fault_drill` waits it out."""
 
