@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from common.tensors import FeatureDtype
 from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
 from models.config import TargetConfig
+from models.device import set_up_jax
 from models.eagle3.description import FeatureKind, HeadOverrides
 from models.eagle3.loader import open_head
 from models.errors import ModelError
@@ -49,7 +48,7 @@ LAYERS_PER_PROGRAM = 3
 
 def assemble(config: VerifyConfig) -> Assembly:
     """The warm engine and what is said of it. Raises StartupError with one line."""
-    _set_up_jax(config)
+    set_up_jax(config.platform, config.compile_cache)
     try:
         config = config.model_copy(update={"model": resolve_model(config.model)})
         boundaries = _boundaries(config)
@@ -76,29 +75,6 @@ def assemble(config: VerifyConfig) -> Assembly:
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
     return Assembly(engine, _limits(config, engine), _info(config, engine, identity))
-
-
-def _set_up_jax(config: VerifyConfig) -> None:
-    update: Any = jax.config.update
-    update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
-    update("jax_numpy_dtype_promotion", "strict")
-    if config.compile_cache:
-        directory = Path(config.compile_cache).expanduser()
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StartupError(
-                f"compile_cache: {directory} cannot be made ({error}); choose another directory or"
-                " set it to nothing"
-            ) from error
-        update("jax_compilation_cache_dir", str(directory))
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter where jax knows no such platform
-        reason = (str(error).splitlines() or ["not installed"])[0]
-        raise StartupError(
-            f"platform: no {config.platform} device ({reason}); set --platform cpu"
-        ) from error
 
 
 def _boundaries(config: VerifyConfig) -> tuple[int, ...] | None:
