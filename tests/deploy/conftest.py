@@ -74,7 +74,8 @@ def render(tmp_path_factory: pytest.TempPathFactory) -> Render:
 @pytest.fixture(scope="session")
 def settings() -> StackSettings:
     model = library.fetch_model(library.DEMO_MODEL)
-    return StackSettings(model=model, head=library.demo_head(model), show_logs=False)
+    patient = {"router": ("--tree-seconds", "30")}  # on a busy machine drafts come late
+    return StackSettings(model=model, head=library.demo_head(model), flags=patient, show_logs=False)
 
 
 @pytest.fixture(scope="session")
