@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CODE := benchmarks canopy common draft_service kernels models router tools verify_service
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow aot prove check format protos bench clean
+.PHONY: demo test test-slow aot prove check check-deploy format protos deploy-files bench clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets.
@@ -34,14 +34,20 @@ $(VENV)/.installed-tpu: $(VENV)/.installed-test
 	@$(PIP_INSTALL) -e '.[tpu]'
 	@touch $@
 
+$(VENV)/.installed-deploy: $(VENV)/.installed-test tools/fetch_helm.py
+	@echo "installing the tools of check-deploy into $(VENV)"
+	@$(PIP_INSTALL) -e '.[deploy]'
+	@$(BIN)/python tools/fetch_helm.py $(BIN)
+	@touch $@
+
 demo: $(VENV)/.installed  ## Fetch a model, start the three services, stream an answer.
 	@$(BIN)/canopy demo
 
 test: $(VENV)/.installed-test  ## The fast suite, end-to-end tests included.
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not deploy"
 
 test-slow: $(VENV)/.installed-test  ## What the fast suite leaves out.
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not deploy"
 
 aot: $(VENV)/.installed-tpu  ## Compile the kernels for every TPU generation; needs no TPU.
 	$(BIN)/python -m pytest -m aot tests/aot
@@ -55,6 +61,11 @@ check: $(VENV)/.installed-test  ## Format, lint, types, protos.
 	$(BIN)/mypy $(CODE)
 	$(BIN)/buf lint protos
 
+check-deploy: $(VENV)/.installed-deploy  ## Chart, rules, dashboards and their queries on a live stack.
+	@for tool in promtool prometheus; do command -v $$tool >/dev/null || { \
+		echo "make: $$tool is missing; install Debian's package prometheus"; exit 1; }; done
+	$(BIN)/python -m pytest -m deploy tests/deploy
+
 format: $(VENV)/.installed-test  ## Rewrite what check would complain of, where a tool can.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -62,6 +73,11 @@ format: $(VENV)/.installed-test  ## Rewrite what check would complain of, where 
 
 protos: $(VENV)/.installed-test  ## Generate canopy/v1 from protos/.
 	$(BIN)/python tools/generate_stubs.py
+
+deploy-files: $(VENV)/.installed-deploy  ## Generate the chart's schema, dashboards and docs/metrics.md.
+	$(BIN)/python -m tools.chart_schema
+	$(BIN)/python -m tools.metrics_doc
+	$(BIN)/python -m tools.dashboards
 
 bench: $(VENV)/.installed  ## Losslessness and speed on a few prompts of our own.
 	$(BIN)/python -m benchmarks.lossless --limit 4 --max-tokens 48

@@ -4,10 +4,10 @@
 
 Every prompt is answered by the real services, once with trees and once with a chain of the same
 head. Acceptance length is emitted tokens per round, round 0 left out (it rides on the prefill,
-without a tree). Beside it stands a prompt-lookup drafter on the same texts: because emitted
-tokens do not depend on the drafter, what verification would accept of its chain follows from the
-text alone. Answers that repeat themselves are easy to draft, and are counted apart. The last
-line is JSON.
+without a tree). Beside it stands a prompt-lookup drafter on the same texts, which searches prompt
+and answer: because emitted tokens do not depend on the drafter, what verification would accept of
+its chain follows from the text alone. Answers that repeat themselves are easy to draft, and are
+counted apart. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.prompts import read_conversations
 from benchmarks.serving import add_server_arguments, print_report, router
+from canopy import library
 from canopy.client import Client
-from canopy.results import CanopyError, Generation, Options, Round
-from common.errors import StartupError, exit_with_one_line
+from canopy.results import CanopyError, Generation, Message, Options, Round
+from common.entry import run_program
+from common.errors import StartupError
+from router.tokenizer import ModelTokenizer
 
 REPEAT_TOKENS = 8
 REPETITIVE_SHARE = 0.2
@@ -109,14 +113,14 @@ def tree_depth(parents: Sequence[int]) -> int:
     return max(depths, default=0)
 
 
-def lookup_rounds(tokens: Sequence[int], max_draft: int) -> list[tuple[int, int]]:
-    """(accepted, drafted) of a prompt-lookup drafter, had it drafted while `tokens` came out.
-
-    It looks in the answer alone: the prompt's ids are the server's.
-    """
+def lookup_rounds(
+    tokens: Sequence[int], max_draft: int, prompt: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """(accepted, drafted) of a prompt-lookup drafter, had it drafted while `tokens` came out."""
     rounds, position = [], 1  # the first token comes with the prefill
+    text = [*prompt, *tokens]
     while position < len(tokens):
-        draft = look_up(tokens[:position], max_draft)
+        draft = look_up(text[: len(prompt) + position], max_draft)
         actual = tokens[position : position + len(draft)]
         num_accepted = 0
         while num_accepted < len(actual) and draft[num_accepted] == actual[num_accepted]:
@@ -140,9 +144,29 @@ def look_up(context: Sequence[int], max_draft: int) -> Sequence[int]:
     return ()
 
 
+def prompt_ids(
+    tokenizer: ModelTokenizer | None, messages: Sequence[Message], answer: Generation
+) -> list[int]:
+    """The prompt as the server saw it; empty without a tokenizer. Raises StartupError where the
+    server counts otherwise."""
+    if tokenizer is None:
+        return []
+    ids = tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in messages])
+    if len(ids) != answer.completion.num_prompt_tokens:
+        raise StartupError(
+            f"model: its template gives a prompt of {len(ids)} tokens, the server counted"
+            f" {answer.completion.num_prompt_tokens}; name the model that the server runs"
+        )
+    return ids
+
+
 def measure_suite(
-    client: Client, path: Path, arguments: argparse.Namespace, totals: dict[str, Tally]
-) -> dict[str, object]:
+    client: Client,
+    path: Path,
+    arguments: argparse.Namespace,
+    tokenizer: ModelTokenizer | None,
+    totals: dict[str, Tally],
+) -> dict[str, Any]:
     """Answers a suite with each drafter; adds to `totals` and returns the suite's own figures."""
     nodes = arguments.max_tree_nodes or 16
     depth = arguments.max_depth or 5
@@ -165,27 +189,48 @@ def measure_suite(
         tokens = texts["tree"].token_ids
         repetitive = is_repetitive(tokens)
         rounds = {name: traced_rounds(text.rounds) for name, text in texts.items()}
-        rounds["prompt_lookup"] = lookup_rounds(tokens, nodes - 1)
+        prompt = prompt_ids(tokenizer, conversation.messages, texts["tree"])
+        rounds["prompt_lookup"] = lookup_rounds(tokens, nodes - 1, prompt)
         for name, found in rounds.items():
             for tally in (totals[name], own[name]):
                 tally.add(found, repetitive)
     return {name: tally.as_dict() for name, tally in own.items()}
 
 
+def table_lines(suite: str, figures: dict[str, Any]) -> list[str]:
+    """A line per drafter: acceptance length, the same without repetitive answers, depth by
+    depth."""
+    return [
+        f"{suite:12} {name:14} {found['acceptance_length']!s:>7}"
+        f"  not repetitive {found['without_repetitive']['acceptance_length']!s:>7}"
+        f"  by depth {' '.join(f'{share:.2f}' for share in found['per_depth'])}"
+        for name, found in figures.items()
+    ]
+
+
 def run(arguments: argparse.Namespace) -> int:
     totals = {name: Tally() for name in ("tree", "chain", "prompt_lookup")}
-    suites: dict[str, object] = {}
+    suites: dict[str, dict[str, Any]] = {}
+    if arguments.model is None and arguments.address is None:
+        arguments.model = library.fetch_model(library.DEMO_MODEL)
+        arguments.head = arguments.head or library.demo_head(arguments.model)
+    tokenizer = None if arguments.model is None else ModelTokenizer(arguments.model)
     with router(arguments) as address, Client(address) as client:
         for suite in arguments.suite:
             name, equals, path = suite.partition("=")
             if not equals:
                 raise StartupError(f"suite: {suite!r} must be NAME=FILE")
-            suites[name] = measure_suite(client, Path(path), arguments, totals)
+            suites[name] = measure_suite(client, Path(path), arguments, tokenizer, totals)
+    drafters = {name: tally.as_dict() for name, tally in totals.items()}
+    if not arguments.json:
+        for name, figures in {**suites, "all": drafters}.items():
+            print("\n".join(table_lines(name, figures)))
     print_report(
         {
             "benchmark": "acceptance",
             "acceptance_length": totals["tree"].as_dict()["acceptance_length"],
-            "drafters": {name: tally.as_dict() for name, tally in totals.items()},
+            "drafters": drafters,
+            "lookup_searches": "answer" if tokenizer is None else "prompt and answer",
             "suites": suites,
         },
         arguments,
@@ -200,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="prompts of each suite")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--json", action="store_true", help="accepted for scripts: always printed")
+    parser.add_argument("--json", action="store_true", help="the figures as JSON alone, no table")
     try:
         return run(parser.parse_args(argv))
     except CanopyError as error:
@@ -208,4 +253,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_with_one_line("benchmarks.acceptance", main))
+    sys.exit(run_program("benchmarks.acceptance", main))

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -48,6 +49,20 @@ class Program:
     output_bytes: int
     temp_bytes: int
     alias_bytes: int
+    peak_bytes: int
+
+    def collectives(self) -> dict[str, dict[str, int]]:
+        """By kind: how many stand in the program, and bytes of their results on one chip.
+
+        Those within a conditional count, though they may not run.
+        """
+        found: dict[str, dict[str, int]] = {}
+        for kind in COLLECTIVES:
+            lines = self.operations(kind) + self.operations(f"{kind}-start")
+            if lines:
+                sizes = [_result_bytes(line, kind) for line in lines]
+                found[kind] = {"count": len(lines), "bytes": sum(sizes)}
+        return found
 
     def operations(self, name: str) -> list[str]:
         """Lines of optimised HLO whose operation is `name`, e.g. "sort", "copy", "all-gather"."""
@@ -68,6 +83,42 @@ class Program:
     def largest_result(self, name: str) -> int:
         """Elements of the largest array that an operation `name` makes; 0 without one."""
         return max((int(np.prod(s)) for s in self.result_shapes(name)), default=0)
+
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
+
+_WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+def _result_bytes(line: str, kind: str) -> int:
+    """Of a collective's result; of a `-start`, which names its operand as well, the larger half."""
+    head = line.split(" = ", 1)[1].split(f" {kind}", 1)[0]
+    sizes = [
+        _WIDTHS[dtype] * int(np.prod([int(n) for n in dims.split(",") if n] or [1]))
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", head)
+        if dtype in _WIDTHS
+    ]
+    return max(sizes) if f"{kind}-start" in line else sum(sizes)
+
+
+def libtpu_version() -> str:
+    """Of the compiler."""
+    return metadata.version("libtpu")
+
+
+def mesh_of(topology: str, axis: str) -> Mesh:
+    """All devices of a slice, as v5e:2x2, along one axis. Raises ValueError for an unknown name."""
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except Exception as error:  # the compiler's own kinds differ by version
+        raise ValueError(f"chip: {topology!r} is no slice that the compiler knows") from error
+    return Mesh(np.array(devices), (axis,))
 
 
 def mesh_for(chip: Chip, num_devices: int = 1) -> Mesh:
@@ -108,6 +159,7 @@ def compile_for(
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
     )
 
 

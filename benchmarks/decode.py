@@ -20,7 +20,8 @@ from benchmarks.prompts import GOLDENS, Conversation, read_conversations
 from benchmarks.serving import add_server_arguments, print_report, router
 from canopy.client import Client
 from canopy.results import CanopyError, Chunk, Completion, Options
-from common.errors import StartupError, exit_with_one_line
+from common.entry import run_program
+from common.errors import StartupError
 
 SHARES = ("draft", "verify", "transport", "router")
 
@@ -142,4 +143,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_with_one_line("benchmarks.decode", main))
+    sys.exit(run_program("benchmarks.decode", main))

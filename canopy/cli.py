@@ -1,43 +1,36 @@
-"""The `canopy` command: serve, generate, demo, model, head."""
+"""The `canopy` command: serve, generate, demo, model, head, plan."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from canopy import generating, library
+from canopy import generating, library, planning
 from canopy.demo import run_demo
 from canopy.results import CanopyError
 from canopy.stack import MODULES, Stack, StackSettings
-from common.errors import StartupError, exit_with_one_line
-from common.server import canopy_version
+from common.entry import Stopped, run_program
+from common.errors import StartupError
+from common.server import canopy_version, check_port
 from draft_service.training import command as training
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns its exit code. 130 after Ctrl-C."""
+    """Runs one subcommand; returns its exit code. Raises StartupError, and Stopped on a signal."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"] and arguments[1:2] and arguments[1] in MODULES:
         return _serve_one(arguments[1], arguments[2:])
     parsed = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # children are ended on both
-    return exit_with_one_line("canopy", lambda: _run(parsed))
-
-
-def _run(parsed: argparse.Namespace) -> int:
     try:
         code: int = parsed.run(parsed)
     except CanopyError as error:
         raise StartupError(str(error)) from None
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # the reader of our output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -58,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=lambda parsed: run_demo(Console(highlight=False)))
     _add_model(commands)
     _add_head(commands)
+    plan = commands.add_parser("plan", help="how many slices of each kind a load needs")
+    planning.add_arguments(plan)
+    plan.set_defaults(run=planning.run)
     return parser
 
 
@@ -70,10 +66,12 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     for name in MODULES:  # run by _serve_one, which hands every flag on
         services.add_parser(name, help=f"run the {name} service; its own --help lists the flags")
     every = services.add_parser("all", help="run all three as processes of this one")
-    every.add_argument("--model", type=Path, help="model directory [the demo's, fetched]")
+    every.add_argument("--model", type=Path, help="directory or Hugging Face id [the demo's]")
     every.add_argument("--head", type=Path, help="head directory [for the demo's model: its own]")
     every.add_argument("--host", default="127.0.0.1", help="the router's address [%(default)s]")
     every.add_argument("--port", type=int, default=50051, help="the router's port [%(default)s]")
+    every.add_argument("--num-verify", type=int, default=1, help="verify replicas [%(default)s]")
+    every.add_argument("--num-draft", type=int, default=1, help="draft replicas [%(default)s]")
     every.set_defaults(run=_serve_all)
 
 
@@ -83,6 +81,7 @@ def _add_model(commands: Commands[argparse.ArgumentParser]) -> None:
     fetch = actions.add_parser("fetch", help="download and convert a known model")
     fetch.add_argument("name", choices=[library.DEMO_MODEL])
     fetch.add_argument("--cache-dir", type=Path, help="where models are kept [the user's cache]")
+    fetch.add_argument("--with-head", action="store_true", help="put its head beside it, in heads/")
     fetch.set_defaults(run=_model_fetch)
 
 
@@ -106,6 +105,9 @@ def _add_head(commands: Commands[argparse.ArgumentParser]) -> None:
     data = actions.add_parser("generate-data", help="have the target answer prompts, to train on")
     training.add_generate_arguments(data)
     data.set_defaults(run=training.generate_data)
+    check = actions.add_parser("check", help="how much of its trees the target accepts")
+    training.add_check_arguments(check)
+    check.set_defaults(run=training.check)
     bundle = actions.add_parser("bundle", help="all that a draft machine needs, in one directory")
     bundle.add_argument("directory", type=Path, help="new directory for the bundle")
     bundle.add_argument("--head", type=Path, required=True)
@@ -121,22 +123,35 @@ def _serve_one(name: str, flags: Sequence[str]) -> int:
 
 def _serve_all(parsed: argparse.Namespace) -> int:
     model, head = parsed.model, parsed.head
+    check_port(parsed.host, parsed.port)  # before minutes of compiling; the router says it again
     if model is None:
         if head is not None:
             raise StartupError("head: given without --model; name the model that it belongs to")
         model = library.fetch_model(library.DEMO_MODEL)
         head = library.demo_head(model)
+    else:
+        model = library.model_directory(model)
     router = ("--host", parsed.host, "--port", str(parsed.port))
-    with Stack(StackSettings(model=model, head=head, flags={"router": router})) as stack:
+    settings = StackSettings(
+        model=model,
+        head=head,
+        num_verify=max(1, parsed.num_verify),
+        num_draft=max(1, parsed.num_draft),
+        flags={"router": router},
+    )
+    with Stack(settings) as stack:
         print(json.dumps({"event": "serving", "address": stack.address}), flush=True)
         try:
             stack.wait()
-        except KeyboardInterrupt:  # the way to stop it
+        except Stopped:  # the way to stop it
             return 0
 
 
 def _model_fetch(parsed: argparse.Namespace) -> int:
-    print(library.fetch_model(parsed.name, parsed.cache_dir))
+    model = library.fetch_model(parsed.name, parsed.cache_dir)
+    print(model)
+    if parsed.with_head:
+        print(library.copy_demo_head(model, parsed.cache_dir))
     return 0
 
 
@@ -170,4 +185,4 @@ def _head_bundle(parsed: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program("canopy", main))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,11 @@ from canopy.results import (
 )
 from canopy.v1 import generation_pb2 as pb
 
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
 _FINISH = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -35,20 +41,27 @@ _FINISH = {
 def to_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """Only what is set goes over; the server holds the defaults and refuses what it must."""
     request = pb.GenerateRequest(
-        request_id=options.request_id,
-        model=options.model,
-        stop=options.stop,
         return_options=pb.ReturnOptions(
             token_ids=options.token_ids, trace=options.trace, pick_margins=options.pick_margins
         ),
     )
     _set_prompt(request, prompt)
+    _set(request, "request_id", options.request_id)
+    _set(request, "model", options.model)
+    with _named("stop", options.stop):
+        request.stop.extend(options.stop)
     for token in options.stop_token_ids:
         with _named("stop_token_ids", token):
             request.stop_token_ids.append(token)
     _set(request, "max_tokens", options.max_tokens)
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"):
+    for name in _SAMPLING:
         _set(request.sampling, name, getattr(options, name))
+    for token, bias in options.logit_bias.items():
+        with _named("logit_bias", (token, bias)):
+            request.sampling.logit_bias[token] = bias
+    if options.logprobs or options.top_logprobs:
+        request.logprobs = True
+        _set(request, "top_logprobs", options.top_logprobs)
     speculation = {
         "enabled": options.speculation,
         "max_depth": options.max_depth,
@@ -72,19 +85,21 @@ def _named(name: str, value: object) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        message = f"{name}: {value!r} does not fit the field ({error})"
+        message = f"{name}: {reprlib.repr(value)} does not fit the field ({error})"
         raise CanopyError("INVALID_ARGUMENT", message, name) from None
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        request.text = prompt
+        with _named("text", prompt):
+            request.text = prompt
         return
     if prompt and isinstance(prompt[0], Message):
         turns = [m for m in prompt if isinstance(m, Message)]
-        request.chat.messages.extend(
-            pb.ChatMessage(role=turn.role, content=turn.content) for turn in turns
-        )
+        with _named("chat.messages", prompt):
+            request.chat.messages.extend(
+                pb.ChatMessage(role=turn.role, content=turn.content) for turn in turns
+            )
         return
     request.token_ids.SetInParent()  # an empty list is still this kind of prompt
     for token in prompt:
@@ -100,6 +115,10 @@ def to_event(response: pb.GenerateResponse) -> Chunk | Completion:
         text=chunk.text,
         token_ids=tuple(chunk.token_ids),
         pick_margins=tuple(chunk.pick_margins),
+        logprobs=tuple(chunk.logprobs),
+        top_logprobs=tuple(
+            tuple(zip(place.tokens, place.logprobs, strict=True)) for place in chunk.top_logprobs
+        ),
         round=_to_round(chunk.trace) if chunk.HasField("trace") else None,
     )
 
@@ -161,6 +180,8 @@ def to_generation(events: list[Chunk | Completion]) -> Generation:
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         pick_margins=tuple(margin for chunk in chunks for margin in chunk.pick_margins),
         completion=events[-1],
+        logprobs=tuple(value for chunk in chunks for value in chunk.logprobs),
+        top_logprobs=tuple(place for chunk in chunks for place in chunk.top_logprobs),
         rounds=tuple(chunk.round for chunk in chunks if chunk.round is not None),
     )
 

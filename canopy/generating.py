@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +12,9 @@ from rich.table import Table
 from canopy.client import DEFAULT_ADDRESS, Client
 from canopy.results import Chunk, Completion, Message, Options, Prompt
 from canopy.trees import draw_round
+from common.entry import stoppable
+from common.errors import StartupError
+from common.security import CallerSecurity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,11 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--chat", help="a message that the model answers")
     parser.add_argument("--system", help="system message; only with --chat")
     parser.add_argument("--address", default=DEFAULT_ADDRESS, help="the router's [%(default)s]")
+    parser.add_argument("--tls-ca", type=Path, help="PEM file of the router's authority: TLS")
+    parser.add_argument("--tls-cert", type=Path, help="PEM file with a certificate to show")
+    parser.add_argument("--tls-key", type=Path, help="PEM file with that certificate's key")
+    parser.add_argument("--token-file", type=Path, help="file with the bearer token to send")
     parser.add_argument("--max-tokens", type=int, help="most tokens to generate")
     parser.add_argument("--temperature", type=float, help="0 (the default): always the likeliest")
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--min-p", type=float)
+    parser.add_argument("--presence-penalty", type=float, help="for tokens generated before")
+    parser.add_argument("--frequency-penalty", type=float, help="for each time they were")
+    parser.add_argument("--repetition-penalty", type=float, help="for them and the prompt's tokens")
+    parser.add_argument("--min-tokens", type=int, help="no stop within so many tokens")
     parser.add_argument("--seed", type=int, help="same seed, same text; unset: a random one")
     parser.add_argument("--stop", action="append", default=[], help="end before this string")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past stop tokens")
@@ -43,6 +55,10 @@ def to_options(arguments: argparse.Namespace) -> Options:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        repetition_penalty=arguments.repetition_penalty,
+        min_tokens=arguments.min_tokens,
         seed=arguments.seed,
         ignore_eos=True if arguments.ignore_eos else None,
         stop=tuple(arguments.stop),
@@ -63,13 +79,31 @@ def to_prompt(arguments: argparse.Namespace) -> Prompt:
 
 def generate(arguments: argparse.Namespace) -> int:
     """Streams the answer; returns the exit code. Raises CanopyError."""
+    _check(arguments)
     console = Console(highlight=False, soft_wrap=True)
-    with Client(arguments.address) as client:
+    security = CallerSecurity(
+        ca=arguments.tls_ca,
+        cert=arguments.tls_cert,
+        key=arguments.tls_key,
+        token_file=arguments.token_file,
+    )
+    security.check("tls_")
+    with stoppable(), Client(arguments.address, security=security) as client:
         stream = client.stream(to_prompt(arguments), to_options(arguments), arguments.timeout)
         completion = show_stream(stream, console, show_trees=arguments.show_trees)
     if arguments.stats:
         console.print(stats_table(completion))
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises StartupError for what no router can be asked."""
+    if arguments.system and arguments.chat is None:
+        raise StartupError("system: given without --chat; a plain --prompt has no system message")
+    if arguments.timeout is not None and not arguments.timeout > 0:
+        raise StartupError(f"timeout: {arguments.timeout:g} s is over at once; give more than 0")
+    if not arguments.address:
+        raise StartupError("address: empty; give the router's HOST:PORT")
 
 
 def show_stream(

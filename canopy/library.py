@@ -6,8 +6,10 @@ The functions that do the work live in `models`; they bring jax, so they are imp
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
+from common.entry import stoppable
 from common.errors import StartupError
 
 DEMO_MODEL = "smollm2-135m-instruct"
@@ -28,10 +30,25 @@ def fetch_model(name: str, cache_dir: Path | None = None) -> Path:
     from models.progress import console_progress
 
     try:
-        with console_progress() as report:
+        with stoppable(), console_progress() as report:
             return fetch_smollm2((cache_dir or default_cache_dir()) / "models", report)
     except ModelError as error:
         raise StartupError(str(error)) from None
+
+
+def model_directory(name: Path) -> Path:
+    """Of a model named by its directory or its Hugging Face id, which is downloaded. StartupError.
+
+    Raised before any service starts, and so that all three read the same files.
+    """
+    from models.errors import ModelError
+    from models.hub import resolve_model
+
+    try:
+        with stoppable():
+            return resolve_model(name)
+    except ModelError as error:
+        raise StartupError(f"model: {error}") from None
 
 
 def init_head(target: Path, head: Path, num_layers: int = 1, draft_vocab: int = 8192) -> Path:
@@ -51,3 +68,10 @@ def init_head(target: Path, head: Path, num_layers: int = 1, draft_vocab: int = 
 def demo_head(model: Path) -> Path:
     """The head that comes with this package, trained for the demo's model."""
     return Path(__file__).resolve().parent / "heads" / model.name
+
+
+def copy_demo_head(model: Path, cache_dir: Path | None = None) -> Path:
+    """The demo's head as files beside its model, for services that do not share our package."""
+    head = (cache_dir or default_cache_dir()) / "heads" / model.name
+    shutil.copytree(demo_head(model), head, dirs_exist_ok=True)
+    return head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -30,6 +30,11 @@ class Options:
     min_p: float | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
+    min_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     speculation: bool | None = None
@@ -42,6 +47,12 @@ class Options:
     token_ids: bool = False
     trace: bool = False
     pick_margins: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0  # of so many likeliest tokens; sets logprobs
+
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""(token, log-probability) of the likeliest tokens at one place, best first."""
 
 
 class FinishReason(enum.Enum):
@@ -73,6 +84,8 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...] = ()
     pick_margins: tuple[float, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
     round: Round | None = None
 
 
@@ -125,6 +138,8 @@ class Generation:
     pick_margins: tuple[float, ...]
     completion: Completion
     rounds: tuple[Round, ...] = field(default=(), repr=False)
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 class CanopyError(Exception):

@@ -1,4 +1,4 @@
-"""The three services as three processes of one parent: started, watched and ended together.
+"""The services as processes of one parent: started, watched and ended together.
 
 `canopy serve all`, the demo, the benchmarks and the end-to-end tests stand on this. Children get
 `--parent-pid`, so that they end even if this process is killed outright.
@@ -16,17 +16,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, NoReturn, Self
 
+from common.entry import stoppable
 from common.errors import StartupError
 
 MODULES = {"verify": "verify_service", "draft": "draft_service", "router": "router"}
 START_SECONDS = 1200.0
 """Long enough to compile on two busy cores."""
 STOP_SECONDS = 30.0
+_STOP_ORDER = ("router", "draft", "verify")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +39,31 @@ class StackSettings:
     model: Path
     head: Path | None = None  # None: no draft service, root-only decoding
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    num_verify: int = 1
+    num_draft: int = 1  # of no meaning without a head
     show_logs: bool = True  # False: logs go to a file that is read when a child fails
 
 
 class Child:
-    """One service's process and where it listens."""
+    """One service's process and where it listens. `name`: the service, or `verify-2` for the second
+    replica.
+    """
 
     def __init__(self, name: str, flags: Sequence[str], show_logs: bool) -> None:
         self.name = name
+        self.service = name.partition("-")[0]
+        self.flags = tuple(flags)
         self.address = ""
         self.metrics_address = ""
+        self.failure = ""  # why it could not serve, in its own words
+        self.announced: dict[str, float] = {}  # when, by time.monotonic
         self.events: queue.Queue[str] = queue.Queue()  # announced events; "ended" is the last
         self._log: IO[bytes] | None = None
         if not show_logs:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the child)
-        command = [sys.executable, "-m", MODULES[name], *flags, "--parent-pid", str(os.getpid())]
+        parent = ("--parent-pid", str(os.getpid()))
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", MODULES[self.service], *flags, *parent],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -71,8 +82,10 @@ class Child:
                     event = str(announced["event"])
                 except (ValueError, KeyError, TypeError):
                     continue  # not an announcement
+                self.failure = announced.get("reason", self.failure)
                 self.address = announced.get("address", self.address)
                 self.metrics_address = announced.get("metrics_address", self.metrics_address)
+                self.announced[event] = time.monotonic()
                 self.events.put(event)
         self.events.put("ended")
 
@@ -84,18 +97,20 @@ class Child:
             except queue.Empty:
                 raise StartupError(
                     f"{self.name}: not {wanted} in time; look at its logs (canopy serve"
-                    f" {self.name})"
+                    f" {self.service})"
                 ) from None
             if event == wanted:
                 return
             if event == "ended":
-                code = self.process.wait()
-                raise StartupError(self.last_words() or f"{self.name}: ended with status {code}")
+                raise StartupError(self.last_words())
 
     def last_words(self) -> str:
-        """The last line of its log, without its own prefix; empty if the log went elsewhere."""
+        """Why it ended: what it announced, else the last line of its log, else its status."""
+        code = self.process.wait()
+        self._reader.join()
         lines = self.log_text().strip().splitlines()
-        return lines[-1].removeprefix("canopy serve ") if lines else ""
+        reason = self.failure or (lines[-1] if lines else f"ended with status {code}")
+        return f"{self.name}: {reason}"
 
     def log_text(self) -> str:
         """The log so far; empty if it went to the parent's own stderr."""
@@ -111,12 +126,17 @@ class Child:
             self._log.close()
 
 
+def _replicas(service: str, count: int) -> list[str]:
+    return [service, *(f"{service}-{number}" for number in range(2, count + 1))]
+
+
 class Stack:
-    """Three running services; a context manager that ends them."""
+    """The running services; a context manager that ends them, also on SIGINT and SIGTERM."""
 
     def __init__(self, settings: StackSettings) -> None:
         self._settings = settings
         self.children: dict[str, Child] = {}
+        self._undo = ExitStack()
 
     @property
     def address(self) -> str:
@@ -133,37 +153,69 @@ class Stack:
             raise
 
     def _start(self, deadline: float) -> None:
-        model, head = str(self._settings.model), self._settings.head
-        self._spawn("verify", "--model", model, *(("--head", str(head)) if head else ()))
-        if head:
-            self._spawn("draft", "--head", str(head), "--target", model)
+        settings = self._settings
+        model, head = str(settings.model), settings.head
+        for name in _replicas("verify", settings.num_verify):
+            self._spawn(name, "--model", model, *(("--head", str(head)) if head else ()))
+        for name in _replicas("draft", settings.num_draft) if head else ():
+            self._spawn(name, "--head", str(head), "--target", model)
+        peers: dict[str, list[str]] = {}
         for child in self.children.values():
             child.await_event("listening", deadline)
-        peers = {f"--{name}": child.address for name, child in self.children.items()}
-        self._spawn("router", "--model", model, *(part for pair in peers.items() for part in pair))
+            peers.setdefault(child.service, []).append(child.address)
+        addresses = ((f"--{service}", ",".join(those)) for service, those in peers.items())
+        self._spawn("router", "--model", model, *(part for pair in addresses for part in pair))
         for child in self.children.values():
             child.await_event("serving", deadline)
 
     def _spawn(self, name: str, *flags: str) -> None:
         free_ports = ("--port", "0", "--metrics-port", "0")
-        extra = self._settings.flags.get(name, ())
+        extra = self._settings.flags.get(name.partition("-")[0], ())
         self.children[name] = Child(name, (*flags, *free_ports, *extra), self._settings.show_logs)
 
+    def kill(self, name: str) -> None:
+        """Ends a child outright (SIGKILL), as a crash would."""
+        child = self.children[name]
+        child.process.kill()
+        child.process.wait()
+        child.close()
+
+    def restart(self, name: str) -> Child:
+        """Starts a killed child anew on the port it had; returns before it serves."""
+        before = self.children[name]
+        port = before.address.rpartition(":")[2]
+        flags = (*before.flags, "--port", port)
+        child = self.children[name] = Child(name, flags, self._settings.show_logs)
+        return child
+
     def wait(self) -> NoReturn:
-        """Blocks until a child ends. Raises StartupError naming it."""
+        """Blocks until a child ends by itself. Raises StartupError naming it."""
         while True:
             for child in self.children.values():
-                if (code := child.process.poll()) is not None:
-                    raise StartupError(f"{child.name} ended with status {code}")
+                if child.process.poll() is not None:
+                    raise StartupError(child.last_words())
             time.sleep(0.2)
 
     def stop(self, grace_seconds: float = STOP_SECONDS) -> dict[str, int]:
-        """Ends the router first, so that its generations finish; returns the exit codes."""
+        """Ends the router first, so that its generations finish; returns the exit codes.
+
+        A signal meanwhile (a second Ctrl-C) ends all of them at once.
+        """
+        try:
+            return self._stop(grace_seconds)
+        except BaseException:
+            for child in self.children.values():
+                child.process.kill()
+                child.process.wait()
+                child.close()
+            self.children.clear()
+            raise
+
+    def _stop(self, grace_seconds: float) -> dict[str, int]:
         codes: dict[str, int] = {}
-        for name in ("router", "draft", "verify"):
-            child = self.children.pop(name, None)
-            if child is None:
-                continue
+        order = sorted(self.children, key=lambda name: _STOP_ORDER.index(name.partition("-")[0]))
+        for name in order:
+            child = self.children[name]
             if child.process.poll() is None:
                 child.process.send_signal(signal.SIGTERM)
             try:
@@ -172,10 +224,14 @@ class Stack:
                 child.process.kill()
                 codes[name] = child.process.wait()
             child.close()
+            del self.children[name]
         return codes
 
     def __enter__(self) -> Self:
-        self.start()
+        with ExitStack() as undo:
+            undo.enter_context(stoppable())
+            self.start()
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(
@@ -184,4 +240,5 @@ class Stack:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.stop()
+        with self._undo:
+            self.stop()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-
 
 class StartupError(Exception):
     """The process cannot serve. The message is one line: what is wrong and how to mend it."""
@@ -19,15 +16,3 @@ class ConfigError(StartupError):
     """A setting is missing, unknown or outside its limits."""
 
     exit_code = 2
-
-
-def exit_with_one_line(program: str, run: Callable[[], int]) -> int:
-    """Calls `run` and returns its exit code; a StartupError becomes one line on stderr.
-
-    Anything else is a fault of ours and keeps its traceback.
-    """
-    try:
-        return run()
-    except StartupError as error:
-        print(f"{program}: {error}", file=sys.stderr, flush=True)
-        return error.exit_code

@@ -1,27 +1,36 @@
 """Prometheus metrics: one registry per process, one prefix, shared bucket edges.
 
 Names are `canopy_<service>_<what>_<unit>`; counters end in `_total`; no request ids as labels.
+docs/metrics.md lists them all; it is generated from `Metrics.definitions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import platform
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     PlatformCollector,
     ProcessCollector,
+    disable_created_metrics,
 )
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 SECONDS_BUCKETS = (
     *(0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512),
     *(1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0),
 )
 """For steps, transport, queues and whole requests alike: each edge twice the one before."""
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which nothing reads
 
 
 def integer_buckets(largest: int) -> tuple[float, ...]:
@@ -37,39 +46,144 @@ def power_buckets(largest: int) -> tuple[float, ...]:
     return tuple(edges)
 
 
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """What there is to know of a metric before it has a value. `name` as it is scraped."""
+
+    name: str
+    kind: str  # counter, gauge, histogram
+    help_text: str
+    labels: tuple[str, ...] = ()
+
+
+class Distribution:
+    """Counts per bucket of one series. Written by one thread only, read by any."""
+
+    __slots__ = ("_edges", "counts", "total")
+
+    def __init__(self, edges: Sequence[float]) -> None:
+        self._edges = tuple(edges)
+        self.counts = [0] * (len(self._edges) + 1)  # the last: beyond every edge
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self._edges, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
+        """(le, count at or below it) for each edge, and the sum of all values."""
+        counts, total = list(self.counts), self.total  # the copy is one step for other threads
+        names = [*map(floatToGoString, self._edges), "+Inf"]
+        return list(zip(names, map(float, accumulate(counts)), strict=True)), total
+
+
+class Histogram(Collector):
+    """A histogram of which each series has a single writer; so it needs no lock.
+
+    The library's own takes a lock and walks its edges, which costs five times as much; with dozens
+    of sequences in a step of a few ms that shows (`benchmarks.metrics_cost`).
+    """
+
+    def __init__(
+        self, name: str, help_text: str, buckets: Sequence[float], label: str | None
+    ) -> None:
+        self._name, self._help, self._buckets, self._label = name, help_text, buckets, label
+        self._series: dict[str, Distribution] = {}
+        if label is None:
+            self.observe = self.labels("").observe
+
+    def labels(self, value: str) -> Distribution:
+        """The series of one label value, made when first asked for."""
+        series = self._series.get(value)
+        if series is None:
+            series = self._series[value] = Distribution(self._buckets)
+        return series
+
+    def collect(self) -> Iterable[Metric]:
+        labels = [self._label] if self._label is not None else []
+        family = HistogramMetricFamily(self._name, self._help, labels=labels)
+        for value, series in list(self._series.items()):
+            buckets, total = series.cumulative()
+            family.add_metric([value] if labels else [], buckets, total)
+        yield family
+
+    def describe(self) -> Iterable[Metric]:
+        yield HistogramMetricFamily(self._name, self._help)
+
+
 @dataclass(frozen=True)
 class Metrics:
-    """A process's registry and the makers of its metrics, all named `canopy_<service>_*`."""
+    """A process's registry and the makers of its metrics, all named `canopy_<service>_*`.
+
+    Label values that are known beforehand are given to the makers: their series exist from the
+    start, so that a rate over them is 0 and not absent.
+    """
 
     service: str
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    definitions: list[Definition] = field(default_factory=list)
 
-    def counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
-        """`name` without `_total`, which the library adds."""
-        return Counter(self._name(name), help_text, labels, registry=self.registry)
+    def counter(
+        self, name: str, help_text: str, labels: Sequence[str] = (), values: Iterable[str] = ()
+    ) -> Counter:
+        """`name` without `_total`, which the library adds. `values`: of its one label."""
+        self.declare("counter", name, help_text, labels)
+        counter = Counter(self.full_name(name), help_text, labels, registry=self.registry)
+        for value in values:
+            counter.labels(value)
+        return counter
 
-    def gauge(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Gauge:
-        return Gauge(self._name(name), help_text, labels, registry=self.registry)
+    def gauge(
+        self, name: str, help_text: str, labels: Sequence[str] = (), values: Iterable[str] = ()
+    ) -> Gauge:
+        self.declare("gauge", name, help_text, labels)
+        gauge = Gauge(self.full_name(name), help_text, labels, registry=self.registry)
+        for value in values:
+            gauge.labels(value)
+        return gauge
 
     def histogram(
         self,
         name: str,
         help_text: str,
         buckets: Sequence[float] = SECONDS_BUCKETS,
-        labels: Sequence[str] = (),
+        label: str | None = None,
+        values: Iterable[str] = (),
     ) -> Histogram:
-        return Histogram(
-            self._name(name), help_text, labels, registry=self.registry, buckets=tuple(buckets)
-        )
+        """At most one label; each series must have one writing thread."""
+        self.declare("histogram", name, help_text, (label,) if label else ())
+        histogram = Histogram(self.full_name(name), help_text, buckets, label)
+        for value in values:
+            histogram.labels(value)
+        self.registry.register(histogram)
+        return histogram
+
+    def declare(self, kind: str, name: str, help_text: str, labels: Sequence[str] = ()) -> None:
+        """Notes a metric for the documentation; the makers do so themselves."""
+        scraped = self.full_name(name) + ("_total" if kind == "counter" else "")
+        self.definitions.append(Definition(scraped, kind, help_text, tuple(labels)))
 
     def add_process_metrics(self, version: str) -> None:
         """Resident memory, CPU time, open files, Python and Canopy versions."""
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
-        build = Gauge(
-            "canopy_build_info", "1; the labels say what runs", ["version"], registry=self.registry
-        )
-        build.labels(version).set(1)
+        labels = ["service", "version", "python"]
+        help_text = "1; the labels say what runs"
+        self.definitions.append(Definition("canopy_build_info", "gauge", help_text, tuple(labels)))
+        build = Gauge("canopy_build_info", help_text, labels, registry=self.registry)
+        build.labels(self.service, version, platform.python_version()).set(1)
 
-    def _name(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
         return f"canopy_{self.service}_{name}"
+
+
+class RisingCounter:
+    """A counter fed with totals that somebody else keeps, as an engine's compiles."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter, self._seen = counter, 0
+
+    def set_total(self, total: int) -> None:
+        """Totals never fall."""
+        self._counter.inc(total - self._seen)
+        self._seen = total

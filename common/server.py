@@ -7,7 +7,8 @@
    stdout gets `{"event": "listening", "address": ..., "metrics_address": ...}`;
 3. `service.start()`: load, compile, connect. StartupError ends the process with one line. Then
    the allocator is set up for serving;
-4. health says SERVING for "" and every name; stdout gets `{"event": "serving", ...}`;
+4. health says SERVING for "" and every name (for "liveness" it always did); stdout gets
+   `{"event": "serving", ...}`;
 5. SIGTERM or SIGINT: health says NOT_SERVING, `service.drain(grace)`, `service.stop()`, exit 0.
    A SIGINT after that ends the process at once.
 """
@@ -15,6 +16,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -41,10 +43,17 @@ from common.process import (
     return_free_memory,
     tune_malloc,
 )
+from common.security import RequireToken, refusing
 
 _logger = get_logger("common.server")
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _EXIT_GRACE_SECONDS = 2.0
 """For streams to close and threads to end after the drain."""
+
+
+LIVENESS = "liveness"
+"""Health name that says SERVING as long as the process answers: while it starts, while a peer is
+away, while it drains. Restarting would mend none of these."""
 
 
 class Health:
@@ -66,6 +75,7 @@ class Health:
         state = status.SERVING if serving else status.NOT_SERVING
         for name in ("", *self.names):
             await self.servicer.set(name, state)
+        await self.servicer.set(LIVENESS, status.SERVING)
         self._serving = serving
         self._gauge.set(int(serving))
 
@@ -147,23 +157,8 @@ class _RefuseUntilStarted(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if self.started or handler is None or method.startswith("/grpc."):
             return handler
-        return _refusing(handler)
-
-
-def _refusing(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same kind as `handler` that aborts each call."""
-    kind = ("stream" if handler.request_streaming else "unary") + (
-        "_stream" if handler.response_streaming else "_unary"
-    )
-
-    async def refuse(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(
-            grpc.StatusCode.UNAVAILABLE, "the service is starting; wait until health says SERVING"
-        )
-
-    make = getattr(grpc, f"{kind}_rpc_method_handler")
-    refusing: grpc.RpcMethodHandler[Any, Any] = make(refuse)
-    return refusing
+        message = "the service is starting; wait until health says SERVING"
+        return refusing(handler, grpc.StatusCode.UNAVAILABLE, message)
 
 
 def run_service(service: Service, config: ServiceConfig, metrics: Metrics) -> int:
@@ -189,9 +184,12 @@ class _Life:
 
     async def run(self) -> int:
         self._listen_to_signals()
+        check_port(self._config.host, self._config.port)
+        interceptors = self._interceptors()
         metrics_server, metrics_address = self._open_metrics()
         server = grpc.aio.server(
-            interceptors=[self._gate], options=server_options(self._config.max_message_bytes)
+            interceptors=interceptors,
+            options=server_options(self._config.max_message_bytes),
         )
         try:
             address = await self._open(server)
@@ -231,17 +229,29 @@ class _Life:
             raise StartupError(_bind_failure("metrics_port", host, port, error)) from None
         return server, f"{host}:{server.server_port}"
 
+    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        """The first is asked first. Raises StartupError."""
+        token_file = self._config.token_file
+        if token_file is None:
+            return [self._gate]
+        if self._config.tls is None and self._config.host not in LOOPBACK:
+            _logger.warning("tokens travel in the clear; set --tls-cert and --tls-key")
+        return [RequireToken(token_file), self._gate]
+
     async def _open(self, server: grpc.aio.Server) -> str:
         host, port = self._config.host, self._config.port
-        _check_port(host, port)
         self._service.register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         if self._config.reflection:
             names = (*self._service.names, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         await self._health.set_serving(False)
+        tls = self._config.tls
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            if tls is None:
+                bound = server.add_insecure_port(f"{host}:{port}")
+            else:
+                bound = server.add_secure_port(f"{host}:{port}", tls.credentials())
         except RuntimeError as error:  # between the check and here another took it
             raise StartupError(_bind_failure("port", host, port, error)) from None
         await server.start()
@@ -281,21 +291,24 @@ def announce(event: str, **fields: object) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
-def _check_port(host: str, port: int) -> None:
-    """Raises StartupError if `port` is taken; gRPC's own failure would print several lines."""
-    if port == 0:
-        return
+def check_port(host: str, port: int) -> None:
+    """Raises StartupError if there is no listening on it; gRPC's own failure is several lines."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host.strip("[]"), port))
+        except OverflowError:
+            raise StartupError(f"port: {port} is not within 0 to 65535; set --port") from None
         except OSError as error:
             raise StartupError(_bind_failure("port", host, port, error)) from None
 
 
 def _bind_failure(field: str, host: str, port: int, error: Exception) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    no_such_host = isinstance(error, socket.gaierror)
+    if no_such_host or (isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL):
+        return f"host: {host!r} is no address of this machine ({reason.lower()}); set --host"
     remedy = (
         f"stop what listens there, or set --{field.replace('_', '-')} to another (0: a free one)"
     )

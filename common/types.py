@@ -6,6 +6,7 @@ Axes: N nodes of a draft tree (root included), T rows of a step, F features.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,13 @@ Float32Array = npt.NDArray[np.float32]
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this temperature the pick is the argmax."""
+
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+
+
+TopLogprobs = Sequence[tuple[int, float]]
+"""(token, log-probability) of the likeliest tokens at one place, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,12 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the target picks at a node. Filters apply in the order top_k, top_p, min_p."""
+    """How the target picks at a node, and what it says of its picks.
+
+    In this order: penalties, `logit_bias`, `min_tokens`, temperature, top_k, top_p, min_p.
+    `logit_bias`: (token, what is added to its logit), each token once. `logprobs`: of every emitted
+    token, and with `top_logprobs` of so many likeliest ones beside it.
+    """
 
     temperature: float = 0.0
     top_k: int = 0  # 0: off
@@ -90,13 +103,27 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0  # 64 bits, unsigned; noise key
     ignore_eos: bool = False  # the walk does not stop at stop tokens
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0  # stop tokens are not picked before
+    logprobs: bool = False
+    top_logprobs: int = 0
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def is_penalised(self) -> bool:
+        """Whether picks depend on which tokens there were before."""
+        neutral = (0.0, 0.0, 1.0)
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != neutral
+
     def validate(self) -> None:
         """Raises ValueError that starts with the field's name and shows value and limit."""
+        self._validate_logit_options()
         if not (0.0 <= self.temperature <= 100.0):  # also refuses NaN
             raise ValueError(f"temperature: {self.temperature} is outside [0, 100]")
         if self.top_k < 0:
@@ -107,6 +134,29 @@ class SamplingParams:
             raise ValueError(f"min_p: {self.min_p} is outside [0, 1]")
         if not (0 <= self.seed < 2**64):
             raise ValueError(f"seed: {self.seed} is outside [0, 2**64)")
+
+    def _validate_logit_options(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not (-2.0 <= value <= 2.0):
+                raise ValueError(f"{name}: {value} is outside [-2, 2]")
+        if not (0.0 < self.repetition_penalty <= 10.0):
+            raise ValueError(f"repetition_penalty: {self.repetition_penalty} is outside (0, 10]")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise ValueError(
+                f"logit_bias: {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIASES}"
+            )
+        for token, bias in self.logit_bias:
+            if not (-100.0 <= bias <= 100.0):
+                raise ValueError(f"logit_bias[{token}]: {bias} is outside [-100, 100]")
+        if not (0 <= self.min_tokens < 2**31):
+            raise ValueError(f"min_tokens: {self.min_tokens} is outside [0, 2**31)")
+        if not (0 <= self.top_logprobs <= MAX_TOP_LOGPROBS):
+            raise ValueError(
+                f"top_logprobs: {self.top_logprobs} is outside [0, {MAX_TOP_LOGPROBS}]"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: set without logprobs; set that as well")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

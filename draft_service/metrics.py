@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.metrics import Metrics, integer_buckets, power_buckets
-from common.types import TreeShape
+from common.metrics import Metrics, RisingCounter, integer_buckets, power_buckets
+from common.types import ErrorCode, TreeShape
 from draft_service.events import Event, Evicted, Failed, TreeReady
 from draft_service.machine import DraftMachine
 from draft_service.stepper import Plan
 
+PAGE_STATES = ("live", "cached", "reserved", "free")
+SEQUENCE_STATES = ("waiting", "in_flight", "open")
+
 
 class DraftMetrics:
+    """All names begin with `canopy_draft_`."""
+
     def __init__(self, metrics: Metrics, tree: TreeShape, max_step_tokens: int) -> None:
         self._step_seconds = metrics.histogram(
-            "step_seconds", "Time of a step on the device", labels=["kind"]
+            "step_seconds",
+            "Time of a step on the device; draft: with a tree, extend: pairs alone",
+            label="kind",
+            values=("draft", "extend"),
         )
         self._host_seconds = metrics.histogram(
             "host_seconds", "Host time per step: commands, plan and retirement"
@@ -29,18 +37,27 @@ class DraftMetrics:
             "tree_nodes", "Nodes of a tree sent, root included", integer_buckets(tree.max_nodes)
         )
         self._evictions = metrics.counter("evictions", "Sequences put out for want of memory")
-        self._errors = metrics.counter("sequence_errors", "Error entries sent", ["code"])
+        self._errors = metrics.counter(
+            "sequence_errors",
+            "Error entries sent, by code",
+            ["code"],
+            values=[code.name.lower() for code in ErrorCode],
+        )
         self._failures = metrics.counter("failed_steps", "Steps that the device did not finish")
         self._feature_bytes = metrics.counter("feature_bytes", "Feature bytes received")
         self._bad_blocks = metrics.counter("bad_feature_blocks", "Feature blocks not readable")
-        self._compiles = metrics.gauge("compiles_after_warm_up", "Programs compiled while serving")
-        self._sequences = metrics.gauge("sequences", "Sequences by state", ["state"])
-        self._pages = metrics.gauge("kv_pages", "KV pages by state", ["state"])
+        self._compiles = RisingCounter(
+            metrics.counter("compiles_after_warm_up", "Programs compiled while serving")
+        )
+        self._ignored_rows = RisingCounter(
+            metrics.counter("ignored_feature_rows", "Feature rows known already, or of nobody")
+        )
+        self._sequences = metrics.gauge(
+            "sequences", "Sequences by state", ["state"], values=SEQUENCE_STATES
+        )
+        self._pages = metrics.gauge("kv_pages", "KV pages by state", ["state"], values=PAGE_STATES)
         self._waiting_bytes = metrics.gauge(
             "waiting_feature_bytes", "Feature bytes that no step has fed yet"
-        )
-        self._ignored_rows = metrics.gauge(
-            "ignored_feature_rows", "Feature rows known already, or of nobody, since the start"
         )
 
     def note_step(self, plan: Plan, step_seconds: float, host_seconds: float) -> None:
@@ -59,28 +76,27 @@ class DraftMetrics:
         self._bad_blocks.inc()
 
     def note_events(self, events: Iterable[Event]) -> None:
+        nodes, queue_seconds = self._nodes.observe, self._queue_seconds.observe
         for event in events:
-            match event:
-                case TreeReady(grown=grown):
-                    self._nodes.observe(grown.tree.num_nodes)
-                    self._queue_seconds.observe(grown.queue_seconds)
-                case Failed(code=code):
-                    self._errors.labels(code.name.lower()).inc()
-                case Evicted():
-                    self._evictions.inc()
-                case _:
-                    pass
+            if isinstance(event, TreeReady):  # nearly all of them
+                grown = event.grown
+                nodes(grown.tree.num_nodes)
+                queue_seconds(grown.queue_seconds)
+            elif isinstance(event, Failed):
+                self._errors.labels(event.code.name.lower()).inc()
+            elif isinstance(event, Evicted):
+                self._evictions.inc()
 
     def note_compiles(self, num_compiles: int) -> None:
-        self._compiles.set(num_compiles)
+        self._compiles.set_total(num_compiles)
 
     def note_state(self, machine: DraftMachine) -> None:
         """Once a tick, not once a step."""
         counts = machine.page_counts
-        for state in ("live", "cached", "reserved", "free"):
+        for state in PAGE_STATES:
             self._pages.labels(state).set(getattr(counts, state))
         self._sequences.labels("waiting").set(machine.num_waiting)
         self._sequences.labels("in_flight").set(machine.num_in_flight)
         self._sequences.labels("open").set(machine.num_sequences)
         self._waiting_bytes.set(machine.waiting_feature_bytes)
-        self._ignored_rows.set(machine.num_ignored_rows)
+        self._ignored_rows.set_total(machine.num_ignored_rows)

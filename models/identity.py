@@ -41,13 +41,21 @@ def target_identity(directory: str | Path) -> Identity:
         return _bundled_identity(directory / BUNDLE_FILE)
     facts = read_target_facts(directory)
     return Identity(
-        model_name=directory.resolve().name,
+        model_name=_model_name(directory),
         vocab_size=tokenizer_size(directory / "tokenizer.json"),
         padded_vocab_size=facts.vocab_size,
         tokenizer_hash=hashlib.sha256(_read(directory / "tokenizer.json")).hexdigest(),
         hidden_size=facts.hidden_size,
         weights_hash=weights_hash(open_checkpoint(directory).entries),
     )
+
+
+def _model_name(directory: Path) -> str:
+    """The directory's own name; of a snapshot in the hub's cache, the model's."""
+    directory = directory.absolute()
+    if directory.parent.name == "snapshots" and directory.parent.parent.name.startswith("models--"):
+        return directory.parent.parent.name.split("--")[-1]
+    return directory.resolve().name
 
 
 def weights_hash(entries: Mapping[str, TensorEntry]) -> str:

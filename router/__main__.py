@@ -2,7 +2,13 @@
 
 import sys
 
-from common.errors import exit_with_one_line
-from router.main import main
+from common.entry import run_program
 
-sys.exit(exit_with_one_line("canopy serve router", main))
+
+def _run() -> int:
+    from router.main import main
+
+    return main()
+
+
+sys.exit(run_program("canopy serve router", _run))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from common.types import TopLogprobs
 from router.errors import Failure
 from router.messages import DraftCommand, VerifyCommand
 from router.trees import Tree
@@ -55,6 +56,8 @@ class Emitted:
     text: str
     pick_margins: Sequence[float]
     trace: RoundTrace | None
+    logprobs: Sequence[float] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)

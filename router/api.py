@@ -9,6 +9,7 @@ import grpc.aio
 
 from canopy.v1 import generation_pb2 as pb
 from canopy.v1 import generation_pb2_grpc
+from common.security import caller_of
 from common.server import canopy_version
 from router.core import RouterCore
 from router.errors import ErrorKind, Failure, GenerationError, RequestError
@@ -35,7 +36,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
-            session = await self._core.open(request)
+            session = await self._core.open(request, caller_of(context.invocation_metadata()))
         except (RequestError, GenerationError) as error:
             self._metrics.count_rejected(error.failure)
             await abort(context, error.failure)
@@ -53,7 +54,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if not request.request_id:
             await abort(context, _invalid("request_id", "empty; send the id of the generation"))
-        return pb.AbortResponse(aborted=self._core.abort(request.request_id))
+        caller = caller_of(context.invocation_metadata())
+        aborted = self._core.abort(request.request_id, caller)
+        return pb.AbortResponse(aborted=aborted)
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
@@ -70,12 +73,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             stop_token_ids=self._tokenizer.stop_token_ids,
             has_chat_template=self._tokenizer.chat_template is not None,
         )
-        if self._core.verify.info is not None:
-            response.target.CopyFrom(self._core.verify.info.target)
+        response.target.CopyFrom(self._core.fleet.verify_infos[0].target)
         response.target.model_name = served.model_name
-        draft = self._core.draft
-        if draft is not None and draft.info is not None:
-            response.head_name = draft.info.head_name
+        for draft in self._core.fleet.draft_infos[:1]:
+            response.head_name = draft.head_name
             response.max_tree.max_depth = served.max_tree.max_depth
             response.max_tree.top_k = served.max_tree.top_k
             response.max_tree.max_nodes = served.max_tree.max_nodes
@@ -86,7 +87,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.GetServerInfoResponse:
         peers = [
             pb.Peer(address=peer.address, role=peer.role, ready=peer.ready, reason=peer.reason)
-            for peer in self._core.peers
+            for peer in self._core.fleet.peers
         ]
         return pb.GetServerInfoResponse(
             version=canopy_version(), protocol_version=PROTOCOL_VERSION, peers=peers

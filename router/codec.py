@@ -56,11 +56,13 @@ def _verify_open(command: VerifyOpen) -> verify_pb2.VerifyOpen:
     return verify_pb2.VerifyOpen(
         tokens=command.tokens,
         num_prompt_tokens=command.num_prompt_tokens,
-        sampling=_sampling(command.sampling),
+        sampling=_verify_sampling(command.sampling),
         stop_token_ids=command.stop_token_ids,
         max_total_tokens=command.max_total_tokens,
         round=command.round,
         wants_features=command.wants_features,
+        logprobs=command.sampling.logprobs,
+        top_logprobs=command.sampling.top_logprobs,
     )
 
 
@@ -106,6 +108,17 @@ def _sampling(params: SamplingParams) -> types_pb2.SamplingParams:
     )
 
 
+def _verify_sampling(params: SamplingParams) -> types_pb2.SamplingParams:
+    """With the options that a draft's guesses need not know."""
+    message = _sampling(params)
+    message.presence_penalty = params.presence_penalty
+    message.frequency_penalty = params.frequency_penalty
+    message.repetition_penalty = params.repetition_penalty
+    message.logit_bias.update(params.logit_bias)
+    message.min_tokens = params.min_tokens
+    return message
+
+
 def _shape(tree: TreeShape) -> types_pb2.TreeShape:
     return types_pb2.TreeShape(max_depth=tree.max_depth, top_k=tree.top_k, max_nodes=tree.max_nodes)
 
@@ -123,6 +136,11 @@ def decode_verify(event: verify_pb2.VerifyEvent) -> VerifyEvent | None:
                 *(tuple(body.tokens), tuple(body.pick_margins)),
                 *(body.num_nodes, tuple(body.accepted_nodes)),
                 *(body.step_seconds, body.queue_seconds),
+                tuple(body.logprobs),
+                tuple(
+                    tuple(zip(place.tokens, place.logprobs, strict=False))
+                    for place in body.top_logprobs
+                ),
             )
         case "state":
             return StateReport(event.sequence_id, event.epoch, _state(event.state))

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from common.config import ServiceConfig
+from common.config import ServiceConfig, StrList
+from common.security import CallerSecurity
 from common.types import TreeShape
 
 
@@ -21,9 +22,22 @@ class RouterConfig(ServiceConfig):
         description="Directory with the target's tokenizer.json and config.json; no weights."
     )
     model_name: str = Field("", description="Name that clients ask for; empty: the directory's.")
-    verify: str = Field(description="Address of the verify service, HOST:PORT.")
-    draft: str = Field(
-        "", description="Address of the draft service, HOST:PORT; empty: root-only decoding."
+    verify: StrList = Field(
+        description="Addresses of the verify replicas, HOST:PORT, with commas between."
+    )
+    draft: StrList = Field(
+        (),
+        description="Addresses of the draft replicas, as --verify; none: root-only decoding.",
+    )
+    peer_ca: Path | None = Field(
+        None, description="PEM file of the authority of verify's and draft's certificates: TLS."
+    )
+    peer_cert: Path | None = Field(
+        None, description="PEM file with the certificate that the router shows them (mTLS)."
+    )
+    peer_key: Path | None = Field(None, description="PEM file with that certificate's key.")
+    peer_token_file: Path | None = Field(
+        None, description="File whose first line is the bearer token for verify and draft."
     )
     max_running: int = Field(
         256, ge=1, le=65536, description="Generations at once; more are refused for now."
@@ -49,24 +63,42 @@ class RouterConfig(ServiceConfig):
     verify_lost_seconds: float = Field(
         30.0, gt=0, le=3600, description="Running generations wait this long for a lost verify."
     )
+    fail_over_seconds: float = Field(
+        0.5,
+        ge=0,
+        le=3600,
+        description="Time for a lost verify to be back before another replica takes over.",
+    )
     draft_wait_seconds: float = Field(
         60.0, ge=0, le=3600, description="At start, wait this long for the draft, then go without."
     )
 
     @field_validator("verify", "draft")
     @classmethod
-    def _is_address(cls, address: str) -> str:
-        host, _, port = address.rpartition(":")
-        if address and not (host and port.isdigit() and 0 < int(port) <= 65535):
-            raise ValueError(f"{address!r} is no address; give HOST:PORT")
-        return address
+    def _are_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            if not (host and port.isdigit() and 0 < int(port) <= 65535):
+                raise ValueError(f"{address!r} is no address; give HOST:PORT")
+            if addresses.count(address) > 1:
+                raise ValueError(f"{address!r} is there twice; name each replica once")
+        return addresses
 
     @field_validator("verify")
     @classmethod
-    def _is_set(cls, address: str) -> str:
-        if not address:
+    def _is_set(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        if not addresses:
             raise ValueError("empty; give the verify service's HOST:PORT")
-        return address
+        return addresses
+
+    @property
+    def peer_security(self) -> CallerSecurity:
+        return CallerSecurity(
+            ca=self.peer_ca,
+            cert=self.peer_cert,
+            key=self.peer_key,
+            token_file=self.peer_token_file,
+        )
 
     @property
     def default_tree(self) -> TreeShape:

@@ -1,4 +1,4 @@
-"""The router's middle: admits generations, joins their sessions to the links, follows the peers."""
+"""The router's middle: admits generations, joins their sessions to replicas, moves them on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from canopy.v1 import draft_pb2, generation_pb2, types_pb2, verify_pb2
 from common.log import get_logger
+from common.types import ErrorCode
 from router import codec
 from router.actions import Failed, Finished
 from router.chat import ChatTemplateError
@@ -17,15 +18,23 @@ from router.config import RouterConfig
 from router.draft_link import DraftLink
 from router.drafting import DraftSettings
 from router.errors import ErrorKind, Failure, GenerationError, RequestError
+from router.fleet import Fleet, Returned, choose
 from router.generation import Generation, Served
-from router.handshake import check_pair, check_same_target, check_verify, served
-from router.links import LinkListener, NotYet, PeerState
+from router.handshake import served
 from router.machine import GenerationMachine, MachineSettings
-from router.messages import DraftCommand, DraftOpen, VerifyCommand, VerifyOpen
+from router.messages import (
+    DraftCommand,
+    DraftOpen,
+    RoundResult,
+    SequenceFailed,
+    VerifyCommand,
+    VerifyEvent,
+    VerifyOpen,
+)
 from router.metrics import RouterMetrics
 from router.output_text import OutputText
 from router.requests import CheckedRequest, Prompt, check, complete
-from router.session import Session
+from router.session import Seat, Session
 from router.stops import StopStrings
 from router.tokenizer import ModelTokenizer
 from router.verify_link import VerifyLink
@@ -33,11 +42,15 @@ from router.verify_link import VerifyLink
 _ENCODE_ON_THREAD_CHARACTERS = 4096
 """Longer prompts are encoded off the event loop: a megabyte takes a third of a second."""
 
+_NO_LIMIT = 1 << 31
+_FULL = (ErrorCode.OVERLOADED, ErrorCode.NOT_SERVING)
+"""Why a replica would not take a sequence that another may."""
+
 _logger = get_logger("router")
 
 
 class RouterCore:
-    """Everything between the public servicer and the two links; lives on one event loop."""
+    """Everything between the public servicer and the links; lives on one event loop."""
 
     def __init__(
         self,
@@ -51,37 +64,19 @@ class RouterCore:
         self._config, self._tokenizer, self._metrics = config, tokenizer, metrics
         self._clock = clock
         self._sessions: dict[bytes, Session] = {}
-        self._by_request: dict[str, Session] = {}
+        self._by_request: dict[tuple[str, str], Session] = {}  # caller, request id
         self._num_opening = 0
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._asked_at = clock()
-        size = config.max_message_bytes
-        verify_listener = LinkListener(
-            self._on_verify_events,
-            *(self._on_verify_up, self._on_verify_down, on_change),
-            *(self._when_asked, self._note_turnaround),
-        )
-        self.verify = VerifyLink(
-            config.verify, size, verify_listener, self._check_verify, self._on_features
-        )
-        self.draft: DraftLink | None = None
-        if config.draft:
-            draft_listener = LinkListener(
-                self._on_draft_events,
-                *(self._on_draft_up, self._on_draft_down, on_change),
-                *(self._when_asked, self._note_turnaround),
-            )
-            self.draft = DraftLink(
-                config.draft, size, draft_listener, self._check_draft, self.verify.return_credit
-            )
+        self._on_change = on_change
+        self._lost_at: dict[VerifyLink, float] = {}  # verify links that are down
+        self.fleet = Fleet(config, tokenizer, self)
         metrics.follow(self)
 
     def start(self) -> None:
-        self.verify.start()
-        if self.draft is not None:
-            self.draft.start()
+        self.fleet.start()
 
     async def drain(self) -> None:
         """Refuses new generations and waits for the running ones."""
@@ -94,16 +89,12 @@ class RouterCore:
         for session in list(self._sessions.values()):
             session.fail(_unavailable("the router is stopping; send the request again"))
         await self._flush()
-        await self.verify.stop()
-        if self.draft is not None:
-            await self.draft.stop()
+        await self.fleet.stop()
 
     async def _flush(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                await self.verify.flush()
-                if self.draft is not None:
-                    await self.draft.flush()
+                await self.fleet.flush()
 
     # -- for the servicer
 
@@ -116,42 +107,40 @@ class RouterCore:
         """Running generations without a token yet."""
         return sum(s.machine.num_emitted == 0 for s in self._sessions.values())
 
-    @property
-    def peers(self) -> list[PeerState]:
-        return [self.verify.peer, *([self.draft.peer] if self.draft is not None else [])]
-
     def served(self) -> Served:
-        """Raises GenerationError (UNAVAILABLE) while verify was never reached."""
-        if self.verify.info is None:
-            raise GenerationError(_unavailable(f"verify service: {self.verify.peer.reason}"))
-        draft = self.draft.info if self.draft is not None else None
-        return served(self._config, self._tokenizer, self.verify.info, draft)
+        """Raises GenerationError (UNAVAILABLE) while no verify was ever reached."""
+        fleet = self.fleet
+        if not fleet.verify_infos:
+            raise GenerationError(_unavailable(f"verify service: {fleet.verify_reason}"))
+        return served(self._config, self._tokenizer, fleet.verify_infos, fleet.draft_infos)
 
-    async def open(self, request: generation_pb2.GenerateRequest) -> Session:
-        """Starts a generation. Raises RequestError or GenerationError; then nothing was started."""
+    async def open(self, request: generation_pb2.GenerateRequest, caller: str = "") -> Session:
+        """Starts a generation. Raises RequestError or GenerationError; then nothing was started.
+
+        `caller`: who may abort it; request ids are their own.
+        """
         self._asked_at = arrived = self._clock()
         limits = self.served()
         checked = check(request, limits)
-        self._admit(checked)
+        self._admit(checked, caller)
         self._num_opening += 1
         try:
             tokens = await self._encode(checked)
         finally:
             self._num_opening -= 1
-        self._admit(checked)  # time has passed
-        return self._begin(complete(checked, tokens, limits), arrived)
+        self._admit(checked, caller)  # time has passed
+        return self._begin(complete(checked, tokens, limits), caller, arrived)
 
-    def _admit(self, checked: CheckedRequest) -> None:
+    def _admit(self, checked: CheckedRequest, caller: str) -> None:
         if self._draining:
             raise GenerationError(_unavailable("the router drains; send the request again"))
-        peer = self.verify.peer
-        if not peer.ready:
-            raise GenerationError(_unavailable(f"verify service: {peer.reason or 'not ready'}"))
+        if not self.fleet.verify_ready:
+            raise GenerationError(_unavailable(f"verify service: {self.fleet.verify_reason}"))
         limit = self._config.max_running
         if len(self._sessions) + self._num_opening >= limit:
             message = f"{limit} generations run already, the most at one time; try again later"
             raise GenerationError(Failure(ErrorKind.RESOURCE_EXHAUSTED, message, 1.0))
-        if checked.request_id in self._by_request:
+        if (caller, checked.request_id) in self._by_request:
             message = f"{checked.request_id!r} is running; choose another, or none"
             raise RequestError("request_id", message, ErrorKind.ALREADY_EXISTS)
 
@@ -171,39 +160,58 @@ class RouterCore:
         except ChatTemplateError as error:
             raise RequestError("chat", str(error)) from None
 
-    def _begin(self, generation: Generation, arrived: float) -> Session:
+    def _begin(self, generation: Generation, caller: str, arrived: float) -> Session:
         text = OutputText(self._tokenizer.detokenizer(), StopStrings(generation.stop_strings))
         machine = GenerationMachine(
             generation, secrets.token_bytes(16), text, self._machine_settings(), arrived
         )
+        machine.clock.observer = machine.statistics.observer = self._metrics.rounds
+        verify = choose(self.fleet.verifies, self._verify_load)
+        assert verify is not None  # admitted a moment ago
+        draft = choose(self.fleet.drafts, self._draft_load)
+        if draft is None:  # it will be moved to the first that comes
+            draft = next(iter(self.fleet.drafts), None)
         session = Session(
-            machine, self._tokenizer, self, self._clock, self._config.max_unread_tokens
+            *(machine, Seat(verify, draft), self._tokenizer, self, self._clock),
+            self._config.max_unread_tokens,
+            caller,
         )
         self._sessions[session.sequence_id] = session
-        self._by_request[session.request_id] = session
+        self._by_request[caller, session.request_id] = session
         self._idle.clear()
-        session.start(draft_up=self.draft is not None and self.draft.peer.linked)
+        session.start(draft_up=draft is not None and draft.peer.linked)
         return session
 
+    def _verify_load(self, link: VerifyLink) -> int:
+        """Tokens that its sequences may come to hold: what pages and step time go by."""
+        sessions = self._sessions.values()
+        held = (s.machine.generation.max_total_tokens for s in sessions if s.seat.verify is link)
+        return sum(held)
+
+    def _draft_load(self, link: DraftLink) -> int:
+        return sum(s.seat.draft is link for s in self._sessions.values())
+
     def _machine_settings(self) -> MachineSettings:
-        assert self.verify.info is not None
+        infos = self.fleet.draft_infos
         draft = None
-        if self.draft is not None:
-            info = self.draft.info
+        if self.fleet.drafts:
+            kinds = [info.features.kind for info in infos]
             draft = DraftSettings(
-                needs_features=info is None or info.features.kind != types_pb2.FEATURE_KIND_NONE,
-                max_context_len=(info.max_context_len if info is not None else 0) or 1 << 31,
+                needs_features=kinds != [types_pb2.FEATURE_KIND_NONE] * max(1, len(kinds)),
+                max_context_len=min(
+                    (i.max_context_len or _NO_LIMIT for i in infos), default=_NO_LIMIT
+                ),
                 deadline_seconds=self._config.tree_seconds,
                 catch_up_tokens=self._config.catch_up_tokens,
             )
         return MachineSettings(
             draft=draft,
-            max_tree_nodes=self.verify.info.max_tree_nodes,
+            max_tree_nodes=min(info.max_tree_nodes for info in self.fleet.verify_infos),
             verify_lost_seconds=self._config.verify_lost_seconds,
         )
 
-    def abort(self, request_id: str) -> bool:
-        session = self._by_request.get(request_id)
+    def abort(self, request_id: str, caller: str = "") -> bool:
+        session = self._by_request.get((caller, request_id))
         if session is None:
             return False
         session.abort()
@@ -211,27 +219,26 @@ class RouterCore:
 
     # -- Wire
 
-    def to_verify(self, command: VerifyCommand) -> None:
+    def to_verify(self, session: Session, command: VerifyCommand) -> None:
         num_tokens = len(command.tokens) if isinstance(command, VerifyOpen) else 0
-        self.verify.send(codec.encode_verify(command), num_tokens)
+        session.seat.verify.send(codec.encode_verify(command), num_tokens)
 
-    def to_draft(self, command: DraftCommand) -> None:
-        if self.draft is not None:
+    def to_draft(self, session: Session, command: DraftCommand) -> None:
+        if session.seat.draft is not None:
             num_tokens = len(command.tokens) if isinstance(command, DraftOpen) else 0
-            self.draft.send(codec.encode_draft(command), num_tokens)
+            session.seat.draft.send(codec.encode_draft(command), num_tokens)
 
-    def features_to_draft(self, block: types_pb2.FeatureBlock) -> None:
-        if self.draft is None:
-            self.features_dropped(codec.num_data_bytes(block))
+    def features_to_draft(
+        self, session: Session, block: types_pb2.FeatureBlock, returned: Returned
+    ) -> None:
+        if session.seat.draft is None:
+            returned(codec.num_data_bytes(block))
         else:
-            self.draft.send_features(block)
-
-    def features_dropped(self, num_bytes: int) -> None:
-        self.verify.return_credit(num_bytes)
+            session.seat.draft.send_features(block, returned)
 
     def ended(self, session: Session, ending: Finished | Failed | None) -> None:
         self._sessions.pop(session.sequence_id, None)
-        self._by_request.pop(session.request_id, None)
+        self._by_request.pop((session.caller, session.request_id), None)
         if not self._sessions:
             self._idle.set()
         self._metrics.count_generation(session.machine, ending, self._clock())
@@ -243,64 +250,112 @@ class RouterCore:
                 reason=ending.failure.message,
             )
 
-    # -- from the links
+    # -- from the links; what a replica says of a sequence that has moved on is dropped
 
-    def _on_verify_events(self, messages: Iterable[verify_pb2.VerifyEvent]) -> None:
+    def on_verify_events(
+        self, link: VerifyLink, messages: Iterable[verify_pb2.VerifyEvent]
+    ) -> None:
         self._asked_at = now = self._clock()
         sessions = self._sessions
         for message in messages:
             session = sessions.get(message.sequence_id)
-            if session is not None and (event := codec.decode_verify(message)) is not None:
+            if session is None or session.seat.verify is not link:
+                continue
+            event = codec.decode_verify(message)
+            if event is not None and not self._goes_elsewhere(session, event):
                 session.on_verify(event, now)
 
-    def _on_draft_events(self, messages: Iterable[draft_pb2.DraftEvent]) -> None:
+    def _goes_elsewhere(self, session: Session, event: VerifyEvent) -> bool:
+        """Whether another replica was asked to take what this one would not."""
+        refused_by = session.seat.refused_by
+        if isinstance(event, RoundResult):
+            refused_by.clear()
+        refuses = isinstance(event, SequenceFailed) and event.code in _FULL
+        if not refuses or not session.machine.awaits_verify(event.epoch):
+            return False
+        refused_by.add(session.seat.verify)
+        other = choose(self.fleet.verifies, self._verify_load, refused_by)
+        if other is None:
+            refused_by.clear()
+            return False
+        session.move_verify(other, lost=False)
+        return True
+
+    def on_draft_events(self, link: DraftLink, messages: Iterable[draft_pb2.DraftEvent]) -> None:
         self._asked_at = now = self._clock()
         sessions = self._sessions
         for message in messages:
             session = sessions.get(message.sequence_id)
-            if session is not None and (event := codec.decode_draft(message)) is not None:
+            if session is None or session.seat.draft is not link:
+                continue
+            if (event := codec.decode_draft(message)) is not None:
                 session.on_draft(event, now)
 
-    def _on_features(self, block: types_pb2.FeatureBlock) -> None:
+    def on_features(
+        self, link: VerifyLink, block: types_pb2.FeatureBlock, returned: Returned
+    ) -> None:
         session = self._sessions.get(block.sequence_id)
-        if session is None:
-            self.features_dropped(codec.num_data_bytes(block))
+        if session is None or session.seat.verify is not link:
+            returned(codec.num_data_bytes(block))
         else:
-            session.on_features(block)
+            session.on_features(block, returned)
 
-    def _when_asked(self) -> float:
+    def on_change(self) -> None:
+        self._on_change()
+
+    def when_asked(self) -> float:
         return self._asked_at
 
-    def _note_turnaround(self, role: str, asked_at: float) -> None:
+    def note_turnaround(self, role: str, asked_at: float) -> None:
         self._metrics.turnaround.labels(role).observe(self._clock() - asked_at)
 
-    def _on_verify_up(self) -> None:
+    def on_verify_up(self, link: VerifyLink) -> None:
+        self._lost_at.pop(link, None)
         for session in list(self._sessions.values()):
-            session.on_verify_up()
+            if session.seat.verify is link:
+                session.on_verify_up()
+        self._fail_over()
 
-    def _on_verify_down(self) -> None:
+    def on_verify_down(self, link: VerifyLink) -> None:
+        """It may be back at once, with all it knew; if not, others take its sequences over."""
+        self._lost_at[link] = self._clock()
         for session in list(self._sessions.values()):
-            session.on_verify_down()
+            if session.seat.verify is link:
+                session.on_verify_down()
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._config.fail_over_seconds, self._fail_over)
 
-    def _on_draft_up(self) -> None:
+    def _fail_over(self) -> None:
+        """Moves what waits for a replica that has been away for long enough."""
+        now, patience = self._clock(), self._config.fail_over_seconds
+        gone = {link for link, lost_at in self._lost_at.items() if now - lost_at >= patience}
+        if not gone:
+            return
         for session in list(self._sessions.values()):
-            session.on_draft_up()
+            if session.seat.verify not in gone:
+                continue
+            other = choose(self.fleet.verifies, self._verify_load)
+            if other is None:
+                return  # called again when one comes
+            session.move_verify(other, lost=True)
 
-    def _on_draft_down(self) -> None:
+    def on_draft_up(self, link: DraftLink) -> None:
         for session in list(self._sessions.values()):
+            draft = session.seat.draft
+            if draft is link:
+                session.on_draft_up()
+            elif draft is not None and not draft.peer.linked:
+                session.move_draft(link)
+
+    def on_draft_down(self, link: DraftLink) -> None:
+        """A draft is a cache: another replica begins anew rather than wait for this one."""
+        for session in list(self._sessions.values()):
+            if session.seat.draft is not link:
+                continue
             session.on_draft_down()
-
-    def _check_verify(self, info: verify_pb2.GetVerifyInfoResponse) -> str | None:
-        mismatch = check_verify(info, self._tokenizer)
-        if mismatch is None and self.verify.info is not None:
-            mismatch = check_same_target(self.verify.info, info)
-        return mismatch
-
-    def _check_draft(self, info: draft_pb2.GetDraftInfoResponse) -> str | None:
-        """Raises NotYet while there is no verify to compare with."""
-        if self.verify.info is None:
-            raise NotYet("waits for verify, to compare the two")
-        return check_pair(self.verify.info, info)
+            other = choose(self.fleet.drafts, self._draft_load)
+            if other is not None:
+                session.move_draft(other)
 
 
 def _unavailable(message: str) -> Failure:

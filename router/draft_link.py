@@ -10,17 +10,15 @@ from typing import Any
 import grpc.aio
 
 from canopy.v1 import draft_pb2, draft_pb2_grpc, types_pb2
+from common.security import CallerSecurity, Metadata
 from router.codec import num_data_bytes
-from router.links import CALL_TIMEOUT_SECONDS, Link, LinkListener, Metadata, Misfit, write
+from router.links import CALL_TIMEOUT_SECONDS, Link, LinkListener, Misfit, write
 
 MAX_FEATURE_FRAME_BYTES = 1 << 20
 
 
 class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
-    """`info`: of the last draft that fitted. `check`: the mismatch in words, or None.
-
-    `on_features_gone`: told how many feature bytes have left the router, sent or dropped.
-    """
+    """`info`: of the last draft that fitted. `check`: the mismatch in words, or None."""
 
     role = "draft"
     service = "canopy.v1.DraftService"
@@ -32,29 +30,34 @@ class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
         address: str,
         max_message_bytes: int,
         listener: LinkListener[draft_pb2.DraftEvent],
+        security: CallerSecurity,
         check: Callable[[draft_pb2.GetDraftInfoResponse], str | None],
-        on_features_gone: Callable[[int], None],
     ) -> None:
-        super().__init__(address, max_message_bytes, listener)
+        super().__init__(address, max_message_bytes, listener, security)
         self.info: draft_pb2.GetDraftInfoResponse | None = None
         self.num_feature_bytes = 0
-        self._check, self._on_features_gone = check, on_features_gone
-        self._blocks: deque[types_pb2.FeatureBlock] = deque()
+        self._check = check
+        self._blocks: deque[tuple[types_pb2.FeatureBlock, Callable[[int], None]]] = deque()
         self._credit_bytes = 0
         self._changed = asyncio.Event()
 
-    def send_features(self, block: types_pb2.FeatureBlock) -> None:
-        """Queued until the draft has credit; the verify link's credit bounds the queue."""
+    def send_features(self, block: types_pb2.FeatureBlock, returned: Callable[[int], None]) -> None:
+        """Queued until the draft has credit; the verify link's credit bounds the queue.
+
+        `returned` is told how many bytes have left the router, sent or dropped.
+        """
         if self.peer.linked:
-            self._blocks.append(block)
+            self._blocks.append((block, returned))
             self._changed.set()
         else:
-            self._on_features_gone(num_data_bytes(block))
+            returned(num_data_bytes(block))
 
-    async def _meet(self, channel: grpc.aio.Channel) -> None:
+    async def _meet(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         stub = draft_pb2_grpc.DraftServiceStub(channel)
         info = await stub.GetDraftInfo(
-            draft_pb2.GetDraftInfoRequest(), timeout=CALL_TIMEOUT_SECONDS
+            draft_pb2.GetDraftInfoRequest(),
+            timeout=CALL_TIMEOUT_SECONDS,
+            metadata=metadata,
         )
         if (mismatch := self._check(info)) is not None:
             raise Misfit(mismatch)
@@ -81,23 +84,29 @@ class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
                 await self._changed.wait()
                 self._changed.clear()
                 while batch := self._next_blocks():
-                    num_bytes = sum(map(num_data_bytes, batch))
+                    blocks = [block for block, _ in batch]
+                    num_bytes = sum(map(num_data_bytes, blocks))
                     self._credit_bytes -= num_bytes
                     try:
-                        await write(call, draft_pb2.SendFeaturesRequest(blocks=batch))
+                        await write(call, draft_pb2.SendFeaturesRequest(blocks=blocks))
                     finally:
                         self.num_feature_bytes += num_bytes
-                        self._on_features_gone(num_bytes)
+                        _return(batch)
         finally:
-            dropped = sum(map(num_data_bytes, self._blocks))
+            dropped = list(self._blocks)
             self._blocks.clear()
-            self._on_features_gone(dropped)
+            _return(dropped)
 
-    def _next_blocks(self) -> list[types_pb2.FeatureBlock]:
+    def _next_blocks(self) -> list[tuple[types_pb2.FeatureBlock, Callable[[int], None]]]:
         """Blocks of one message: within the credit and 1 MiB in all, at least one."""
-        batch: list[types_pb2.FeatureBlock] = []
+        batch = []
         room = min(self._credit_bytes, MAX_FEATURE_FRAME_BYTES)
-        while self._blocks and (num_bytes := num_data_bytes(self._blocks[0])) <= room:
+        while self._blocks and (num_bytes := num_data_bytes(self._blocks[0][0])) <= room:
             room -= num_bytes
             batch.append(self._blocks.popleft())
         return batch
+
+
+def _return(blocks: list[tuple[types_pb2.FeatureBlock, Callable[[int], None]]]) -> None:
+    for block, returned in blocks:
+        returned(num_data_bytes(block))

@@ -211,6 +211,12 @@ class DraftSide:
         self._outstanding = None
         self._expects_rows = False
 
+    def on_moved(self) -> None:
+        """Another replica, which knows nothing of the sequence yet, is linked in its place."""
+        self.link_up = True
+        if self.stage is not DraftStage.REFUSED:
+            self.stage = DraftStage.ABSENT
+
     def on_link_up(self) -> list[DraftCommand]:
         self.link_up = True
         if self.stage is not DraftStage.DETACHED:

@@ -5,6 +5,8 @@ Compared once per connection, before any sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from canopy.v1 import draft_pb2, types_pb2, verify_pb2
 from canopy.v1.types_pb2 import FeatureDtype, FeatureKind
 from common.types import TreeShape
@@ -91,21 +93,23 @@ def _version(role: str, theirs: int) -> str:
 def served(
     config: RouterConfig,
     tokenizer: ModelTokenizer,
-    verify: verify_pb2.GetVerifyInfoResponse,
-    draft: draft_pb2.GetDraftInfoResponse | None,
+    verifies: Sequence[verify_pb2.GetVerifyInfoResponse],
+    drafts: Sequence[draft_pb2.GetDraftInfoResponse],
 ) -> Served:
-    """The limits of requests. A draft not met yet bounds nothing: verify alone does."""
-    nodes = max(1, verify.max_tree_nodes)
+    """The limits of requests: what every replica can hold, so that any may take a sequence over.
+
+    `verifies`: at least one. A draft not met yet bounds nothing.
+    """
+    nodes = max(1, min(verify.max_tree_nodes for verify in verifies))
     most = TreeShape(max_depth=max(1, nodes - 1), top_k=nodes, max_nodes=nodes)
-    if draft is not None:
+    for draft in drafts:
         most = _smaller(most, draft.max_tree)
+    context_len = min(verify.max_context_len for verify in verifies)
     unasked = config.default_tree
     return Served(
         model_name=config.served_name,
-        vocab_size=verify.target.vocab_size,
-        max_context_len=min(
-            verify.max_context_len, config.max_total_tokens or verify.max_context_len
-        ),
+        vocab_size=verifies[0].target.vocab_size,
+        max_context_len=min(context_len, config.max_total_tokens or context_len),
         stop_token_ids=tokenizer.stop_token_ids,
         default_max_tokens=config.default_max_tokens,
         max_tree=most,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from common.types import ErrorCode, SamplingParams, SequenceState, TreeShape
+from common.types import ErrorCode, SamplingParams, SequenceState, TopLogprobs, TreeShape
 from router.trees import Tree
 
 
@@ -108,7 +108,9 @@ class SequenceFailed(_Addressed):
 
 @dataclass(frozen=True, slots=True)
 class RoundResult(_Addressed):
-    """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus."""
+    """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus. `logprobs` and
+    `top_logprobs` have one entry per token where they were asked for, else none.
+    """
 
     round: int
     kv_len: int
@@ -118,6 +120,8 @@ class RoundResult(_Addressed):
     accepted_nodes: Sequence[int]
     step_seconds: float
     queue_seconds: float
+    logprobs: Sequence[float] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,32 @@
-"""What the router counts. Generations are counted once, at their end, so that rounds stay cheap."""
+"""What the router counts of requests and links; rounds are in round_metrics.py.
+
+Requests are counted once, at their end.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.metrics import SECONDS_BUCKETS, Metrics, integer_buckets
+from common.metrics import SECONDS_BUCKETS, Metrics
 from router.actions import Failed, Finished
 from router.draft_link import DraftLink
-from router.errors import Failure
+from router.errors import ErrorKind, Failure
+from router.fleet import Fleet
 from router.machine import GenerationMachine
+from router.round_metrics import RoundMetrics
 from router.verify_link import VerifyLink
 
-MAX_DEPTH_LABEL = 32
+OUTCOMES = ("stop", "length", "aborted", "cancelled", "failed")
 
 
 class Followed(Protocol):
     """What is read when Prometheus asks; the router's core."""
 
-    verify: VerifyLink
-    draft: DraftLink | None
+    fleet: Fleet
 
     @property
     def num_running(self) -> int: ...
@@ -34,59 +39,43 @@ class RouterMetrics:
     """All names begin with `canopy_router_`."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
         self._add_requests(metrics)
-        self._add_speculation(metrics)
         self._add_seconds(metrics)
+        self.rounds = RoundMetrics(metrics)
+        self._live = _LiveFigures(metrics)
 
     def follow(self, core: Followed) -> None:
-        """Adds the figures that are read rather than counted."""
-        self._metrics.registry.register(_LiveFigures(core))
+        """Gives the figures that are read rather than counted their source."""
+        self._live.core = core
 
     def _add_requests(self, metrics: Metrics) -> None:
         self.requests = metrics.counter(
             "requests",
-            "Generations ended, by how: stop, length, aborted, cancelled, failed",
+            f"Generations ended, by how: {', '.join(OUTCOMES)}",
             ["outcome"],
+            values=OUTCOMES,
         )
         self.rejected = metrics.counter(
-            "rejected_requests", "Requests refused or failed, by status", ["reason"]
+            "rejected_requests",
+            "Requests refused or failed, by gRPC status",
+            ["reason"],
+            values=[kind.value for kind in ErrorKind],
         )
         self.prompt_tokens = metrics.counter("prompt_tokens", "Prompt tokens of ended generations")
         self.completion_tokens = metrics.counter(
             "completion_tokens", "Tokens emitted by ended generations"
         )
         self.reopened = metrics.counter(
-            "fail_overs", "Sequences opened anew after verify had lost them"
+            "fail_overs", "Sequences opened anew after a verify had lost them"
         )
-        self.rollbacks = metrics.counter("rollbacks", "Sequences cut back", ["reason"])
+        self.rollbacks = metrics.counter(
+            "rollbacks", "Sequences cut back, by reason", ["reason"], values=["verify_ahead"]
+        )
         self.preemptions = metrics.counter(
             "preemptions", "Sequences that verify put out for want of pages"
         )
-
-    def _add_speculation(self, metrics: Metrics) -> None:
-        self.spec_num_drafts = metrics.counter(
-            "spec_decode_num_drafts", "Rounds that verified a tree"
-        )
-        self.spec_num_draft_tokens = metrics.counter(
-            "spec_decode_num_draft_tokens", "Tree nodes verified, roots not counted"
-        )
-        self.spec_num_accepted_tokens = metrics.counter(
-            "spec_decode_num_accepted_tokens", "Tree nodes accepted"
-        )
-        self.spec_num_accepted_per_pos = metrics.counter(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted nodes by depth, from 0",
-            ["position"],
-        )
-        self.root_only_rounds = metrics.counter(
-            "root_only_rounds", "Rounds without a tree although speculation was on"
-        )
         self.draft_misses = metrics.counter(
             "draft_misses", "Rounds whose tree did not come before its deadline"
-        )
-        self.accept_length = metrics.histogram(
-            "spec_accept_length", "Tokens emitted by a round", integer_buckets(33)
         )
 
     def _add_seconds(self, metrics: Metrics) -> None:
@@ -101,11 +90,9 @@ class RouterMetrics:
         self.turnaround = metrics.histogram(
             "turnaround_seconds",
             "From a frame's arrival to the frame that answers it, by the answered role",
-            buckets=(0.00025, *SECONDS_BUCKETS[:12]),
-            labels=["role"],
-        )
-        self.round_seconds = metrics.counter(
-            "round_seconds", "Time that generations spent, by where", ["where"]
+            (0.00025, *SECONDS_BUCKETS[:12]),
+            label="role",
+            values=("verify", "draft"),
         )
 
     def count_rejected(self, failure: Failure) -> None:
@@ -129,22 +116,8 @@ class RouterMetrics:
         self.reopened.inc(machine.num_reopened)
         self.preemptions.inc(machine.num_preemptions)
         self.draft_misses.inc(machine.num_draft_misses)
-        self._count_rounds(machine)
+        self.rollbacks.labels("verify_ahead").inc(machine.statistics.num_rollbacks)
         self._count_seconds(machine, now)
-
-    def _count_rounds(self, machine: GenerationMachine) -> None:
-        statistics = machine.statistics
-        if statistics.num_rollbacks:
-            self.rollbacks.labels("verify_ahead").inc(statistics.num_rollbacks)
-        self.spec_num_drafts.inc(next(iter(statistics.num_drafted_per_depth), 0))
-        self.spec_num_draft_tokens.inc(statistics.num_drafted)
-        self.spec_num_accepted_tokens.inc(statistics.num_accepted)
-        for depth, count in enumerate(statistics.num_accepted_per_depth[:MAX_DEPTH_LABEL]):
-            self.spec_num_accepted_per_pos.labels(str(depth)).inc(count)
-        self.root_only_rounds.inc(statistics.num_root_only_rounds)
-        for index, count in enumerate(statistics.num_emitted_histogram):
-            for _ in range(count):
-                self.accept_length.observe(index + 1)
 
     def _count_seconds(self, machine: GenerationMachine, now: float) -> None:
         clock = machine.clock
@@ -154,49 +127,57 @@ class RouterMetrics:
         if machine.num_emitted > 1:
             self.time_per_output_token.observe(clock.decode_seconds / (machine.num_emitted - 1))
         self.end_to_end.observe(now - clock.started)
-        self.round_seconds.labels("draft").inc(clock.draft_seconds)
-        self.round_seconds.labels("verify").inc(clock.verify_seconds)
-        self.round_seconds.labels("transport").inc(clock.transport_seconds)
-        self.round_seconds.labels("router").inc(clock.router_seconds(now))
 
 
 class _LiveFigures(Collector):
     """Gauges of the moment, and the links' own counts."""
 
-    def __init__(self, core: Followed) -> None:
-        self._core = core
+    FAMILIES: tuple[tuple[str, str, str, list[str]], ...] = (
+        ("gauge", "running_requests", "Generations in progress", []),
+        ("gauge", "waiting_requests", "Of them, those without a token yet", []),
+        ("gauge", "peer_ready", "1 while a peer is linked and serving", ["role", "peer"]),
+        ("counter", "peer_losses", "Links to peers that broke", ["role", "peer"]),
+        ("counter", "wire_bytes", "Bytes of command frames", ["role", "peer", "direction"]),
+        ("counter", "wire_frames", "Command frames", ["role", "peer", "direction"]),
+        ("counter", "feature_bytes", "Feature bytes: from verify, to the draft", ["role", "peer"]),
+    )
 
-    def collect(self) -> list[Metric]:
-        core = self._core
-        links: list[VerifyLink | DraftLink] = [core.verify]
-        if core.draft is not None:
-            links.append(core.draft)
-        ready = _gauge("peer_ready", "1 while a peer is linked and serving", ["role"])
-        losses = _counter("peer_losses", "Links to peers that broke", ["role"])
-        wire = _counter("wire_bytes", "Bytes of command frames", ["role", "direction"])
-        frames = _counter("wire_frames", "Command frames", ["role", "direction"])
-        features = _counter("feature_bytes", "Feature bytes received and sent", ["role"])
-        for link in links:
-            ready.add_metric([link.role], float(link.peer.ready))
-            losses.add_metric([link.role], link.counts.num_losses)
-            wire.add_metric([link.role, "sent"], link.counts.num_bytes_sent)
-            wire.add_metric([link.role, "received"], link.counts.num_bytes_received)
-            frames.add_metric([link.role, "sent"], link.counts.num_frames_sent)
-            frames.add_metric([link.role, "received"], link.counts.num_frames_received)
-            features.add_metric([link.role], link.num_feature_bytes)
-        running = _gauge("running_requests", "Generations in progress", [])
-        running.add_metric([], core.num_running)
-        waiting = _gauge("waiting_requests", "Of them, those without a token yet", [])
-        waiting.add_metric([], core.num_waiting)
-        return [ready, losses, wire, frames, features, running, waiting]
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self.core: Followed | None = None
+        for kind, name, help_text, labels in self.FAMILIES:
+            metrics.declare(kind, name, help_text, labels)
+        metrics.registry.register(self)
 
-    def describe(self) -> list[Metric]:
-        return []
+    def _families(self) -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
+        makers = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        return {
+            name: makers[kind](self._metrics.full_name(name), help_text, labels=labels)
+            for kind, name, help_text, labels in self.FAMILIES
+        }
 
+    def collect(self) -> Iterable[Metric]:
+        families, core = self._families(), self.core
+        if core is not None:
+            families["running_requests"].add_metric([], core.num_running)
+            families["waiting_requests"].add_metric([], core.num_waiting)
+            for link in core.fleet.links:
+                self._add_link(families, link)
+        return families.values()
 
-def _gauge(name: str, help_text: str, labels: list[str]) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"canopy_router_{name}", help_text, labels=labels)
+    def _add_link(
+        self,
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily],
+        link: VerifyLink | DraftLink,
+    ) -> None:
+        peer, counts = [link.role, link.peer.address], link.counts
+        families["peer_ready"].add_metric(peer, float(link.peer.ready))
+        families["peer_losses"].add_metric(peer, counts.num_losses)
+        families["wire_bytes"].add_metric([*peer, "sent"], counts.num_bytes_sent)
+        families["wire_bytes"].add_metric([*peer, "received"], counts.num_bytes_received)
+        families["wire_frames"].add_metric([*peer, "sent"], counts.num_frames_sent)
+        families["wire_frames"].add_metric([*peer, "received"], counts.num_frames_received)
+        families["feature_bytes"].add_metric(peer, link.num_feature_bytes)
 
-
-def _counter(name: str, help_text: str, labels: list[str]) -> CounterMetricFamily:
-    return CounterMetricFamily(f"canopy_router_{name}", help_text, labels=labels)
+    def describe(self) -> Iterable[Metric]:
+        return self._families().values()

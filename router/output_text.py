@@ -18,8 +18,12 @@ class OutputText:
         """The stop string before which the text ended."""
         return self._stops.matched
 
-    def push(self, token_id: int) -> str:
-        return self._stops.push(self._detokenizer.push(token_id))
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """`may_stop` False: no stop string is looked for in this token's text; only of the first
+        tokens, before any text was held back.
+        """
+        text = self._detokenizer.push(token_id)
+        return self._stops.push(text) if may_stop else text
 
     def finish(self) -> str:
         """What was held back. Nothing once a stop string has matched."""

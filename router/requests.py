@@ -6,12 +6,11 @@ between them: `check` is cheap and touches no text; `complete` takes the prompt'
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from canopy.v1 import generation_pb2, types_pb2
+from canopy.v1 import generation_pb2
 from common.types import SamplingParams, TreeShape
 from router.errors import ErrorKind, RequestError
 from router.generation import Generation, Returns, Served
@@ -21,6 +20,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHAT_MESSAGES = 4096
+
+_NOT_IN_SAMPLING = ("logprobs", "top_logprobs")
+"""Options of a request that stand beside its `sampling`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ def check(request: generation_pb2.GenerateRequest, served: Served) -> CheckedReq
             ErrorKind.NOT_FOUND,
         )
     _refuse_unbuilt(request)
-    sampling = _sampling(request.sampling)
+    sampling = _sampling(request, served)
     max_tokens = request.max_tokens if request.HasField("max_tokens") else None
     if max_tokens == 0:
         raise RequestError("max_tokens", "0; ask for at least 1, or leave it unset")
@@ -101,6 +103,12 @@ def complete(checked: CheckedRequest, prompt_tokens: Sequence[int], served: Serv
             "max_tokens",
             f"{max_tokens} and a prompt of {length} tokens are beyond the context of {context};"
             f" ask for at most {room}",
+        )
+    least = checked.sampling.min_tokens
+    if least > max_tokens:
+        raise RequestError(
+            "sampling.min_tokens",
+            f"{least} is above max_tokens, {max_tokens}; ask for at most that many",
         )
     return Generation(
         request_id=checked.request_id,
@@ -170,19 +178,35 @@ def _token_ids(ids: Sequence[int], served: Served) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _sampling(params: types_pb2.SamplingParams) -> SamplingParams:
+def _sampling(request: generation_pb2.GenerateRequest, served: Served) -> SamplingParams:
+    params = request.sampling
     given = {
         name: getattr(params, name)
-        for name in ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
+        for name in (
+            *("temperature", "top_k", "top_p", "min_p", "ignore_eos", "min_tokens"),
+            *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        )
         if params.HasField(name)
     }
-    seed = params.seed if params.HasField("seed") else secrets.randbits(64)
-    sampling = SamplingParams(seed=seed, **given)
+    for token in params.logit_bias:
+        if token >= served.vocab_size:
+            raise RequestError(
+                "sampling.logit_bias",
+                f"token {token} is outside the vocabulary [0, {served.vocab_size}); leave it out",
+            )
+    sampling = SamplingParams(
+        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+        logprobs=request.logprobs,
+        top_logprobs=request.top_logprobs,
+        **given,
+    )
     try:
         sampling.validate()
     except ValueError as error:
         field, _, message = str(error).partition(": ")
-        raise RequestError(f"sampling.{field}", f"{message}; send a value within") from None
+        prefix = "" if field in _NOT_IN_SAMPLING else "sampling."
+        raise RequestError(f"{prefix}{field}", f"{message}; send a value within") from None
     return sampling
 
 
@@ -240,26 +264,6 @@ def _refuse_unbuilt(request: generation_pb2.GenerateRequest) -> None:
         if request.n == 0:
             raise RequestError("n", "0 choices; send 1, or leave it unset")
         raise _unbuilt("n", f"{request.n} choices are", "send n requests with seeds of their own")
-    if request.logprobs:
-        raise _unbuilt("logprobs", "log-probabilities are", "leave it unset")
-    if request.top_logprobs:
-        raise _unbuilt("top_logprobs", "log-probabilities are", "leave it unset")
-    sampling = request.sampling
-    for name, neutral in (
-        ("presence_penalty", 0.0),
-        ("frequency_penalty", 0.0),
-        ("repetition_penalty", 1.0),
-    ):
-        value = getattr(sampling, name)
-        if not sampling.HasField(name) or value == neutral:
-            continue
-        if not math.isfinite(value):
-            raise RequestError(f"sampling.{name}", f"{value} is no number; leave it unset")
-        raise _unbuilt(f"sampling.{name}", "penalties are", f"leave it unset, or at {neutral}")
-    if sampling.logit_bias:
-        raise _unbuilt("sampling.logit_bias", "biases are", "leave it empty")
-    if sampling.min_tokens:
-        raise _unbuilt("sampling.min_tokens", "a least length is", "leave it unset, or at 0")
 
 
 def _unbuilt(field: str, what: str, remedy: str) -> RequestError:

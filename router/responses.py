@@ -32,6 +32,11 @@ def encode_chunk(
             chunk.token_ids.extend(part.tokens)
         if returns.pick_margins:
             chunk.pick_margins.extend(part.pick_margins)
+        chunk.logprobs.extend(part.logprobs)
+        for place in part.top_logprobs:
+            entry = chunk.top_logprobs.add()
+            entry.tokens.extend(token for token, _ in place)
+            entry.logprobs.extend(logprob for _, logprob in place)
         if part.trace is not None:
             _fill_trace(chunk.trace, part.trace, tokenizer)
     if first and returns.prompt_token_ids:

@@ -51,23 +51,23 @@ class RouterService:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
 
     async def start(self, health: Health) -> None:
-        """Returns once verify was met, and the draft, or the wait for it is over.
+        """Returns once a verify was met, and a draft, or the wait for one is over.
 
         Raises StartupError for a peer that does not fit. One that is found not to fit later is left
         out: without verify the router turns NOT_SERVING, without the draft it goes root-only.
         """
         core = self.core
         core.start()
-        await self._wait_until(lambda: core.verify.peer.ready)
-        draft = core.draft
-        if draft is not None:
+        fleet = core.fleet
+        await self._wait_until(lambda: fleet.verify_ready)
+        if fleet.drafts:
             try:
                 async with asyncio.timeout(self._config.draft_wait_seconds):
-                    await self._wait_until(lambda: draft.peer.ready)
+                    await self._wait_until(lambda: fleet.draft_ready)
             except TimeoutError:
-                _logger.warning(
-                    "serving without the draft", peer=draft.peer.address, reason=draft.peer.reason
-                )
+                peers = [link.peer for link in fleet.drafts]
+                reasons = "; ".join(f"{peer.address} {peer.reason}" for peer in peers)
+                _logger.warning("serving without a draft", reason=reasons)
         self._follower = asyncio.create_task(self._follow(health))
         _collect_seldom()
 
@@ -82,18 +82,19 @@ class RouterService:
 
     async def _wait_until(self, is_met: Callable[[], bool]) -> None:
         while not is_met():
-            for peer in self.core.peers:
+            for peer in self.core.fleet.peers:
                 if peer.misfit:
                     raise StartupError(f"{peer.role}: {peer.address} does not fit: {peer.reason}")
             self._changed.clear()
             await self._changed.wait()
 
     async def _follow(self, health: Health) -> None:
-        """Health says SERVING exactly while verify is linked and serves."""
+        """Health says SERVING exactly while a verify is linked and serves."""
         while True:
-            ready = self.core.verify.peer.ready
+            ready = self.core.fleet.verify_ready
             if ready != health.serving:
-                _logger.info("readiness", serving=ready, reason=self.core.verify.peer.reason)
+                reason = "" if ready else self.core.fleet.verify_reason
+                _logger.info("readiness", serving=ready, reason=reason)
                 await health.set_serving(ready)
             await self._changed.wait()
             self._changed.clear()

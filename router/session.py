@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from canopy.v1 import generation_pb2, types_pb2
 from router.actions import Action, Emitted, Failed, Finished, ReleaseFeatures, ToDraft, ToVerify
 from router.codec import num_data_bytes
+from router.draft_link import DraftLink
 from router.drafting import DraftStage, FeatureRoute
 from router.errors import Failure, GenerationError
+from router.fleet import Returned
 from router.machine import GenerationMachine
 from router.messages import (
     DraftCommand,
@@ -24,20 +27,32 @@ from router.messages import (
 )
 from router.responses import encode_chunk, encode_completion
 from router.tokenizer import ModelTokenizer
+from router.verify_link import VerifyLink
 
 
 class Wire(Protocol):
-    """Where a session's commands and features go."""
+    """Where a session's commands and features go: to the replicas that have it."""
 
-    def to_verify(self, command: VerifyCommand) -> None: ...
+    def to_verify(self, session: Session, command: VerifyCommand) -> None: ...
 
-    def to_draft(self, command: DraftCommand) -> None: ...
+    def to_draft(self, session: Session, command: DraftCommand) -> None: ...
 
-    def features_to_draft(self, block: types_pb2.FeatureBlock) -> None: ...
-
-    def features_dropped(self, num_bytes: int) -> None: ...
+    def features_to_draft(
+        self, session: Session, block: types_pb2.FeatureBlock, returned: Returned
+    ) -> None: ...
 
     def ended(self, session: Session, ending: Finished | Failed | None) -> None: ...
+
+
+@dataclass(slots=True)
+class Seat:
+    """The replicas that have a sequence. `refused_by`: those that were asked in vain, full or
+    draining, since the last one that took it.
+    """
+
+    verify: VerifyLink
+    draft: DraftLink | None
+    refused_by: set[VerifyLink] = field(default_factory=set)
 
 
 class Session:
@@ -50,12 +65,16 @@ class Session:
     def __init__(
         self,
         machine: GenerationMachine,
+        seat: Seat,
         tokenizer: ModelTokenizer,
         wire: Wire,
         clock: Callable[[], float],
         max_unread_tokens: int,
+        caller: str = "",
     ) -> None:
         self.machine = machine
+        self.seat = seat
+        self.caller = caller
         self._tokenizer = tokenizer
         self._wire = wire
         self._clock = clock
@@ -68,7 +87,7 @@ class Session:
         self._is_first_chunk = True
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
-        self._held_blocks: list[types_pb2.FeatureBlock] = []
+        self._held_blocks: list[tuple[types_pb2.FeatureBlock, Returned]] = []
 
     @property
     def sequence_id(self) -> bytes:
@@ -105,7 +124,17 @@ class Session:
         self._drop_held_blocks()
         self._perform(self.machine.on_draft_down(self._clock()))
 
-    def on_features(self, block: types_pb2.FeatureBlock) -> None:
+    def move_verify(self, link: VerifyLink, *, lost: bool) -> None:
+        """Another replica takes over; `lost`: because the one before was lost, not full."""
+        self.seat.verify = link
+        self._perform(self.machine.on_verify_moved(self._clock(), lost=lost))
+
+    def move_draft(self, link: DraftLink) -> None:
+        """Another replica will be given the sequence at the next round."""
+        self.seat.draft = link
+        self.machine.on_draft_moved()
+
+    def on_features(self, block: types_pb2.FeatureBlock, returned: Returned) -> None:
         """Rows from verify, on to the draft under the draft's own epoch."""
         route, epoch, actions = self.machine.route_features(
             block.epoch, block.position, block.num_rows
@@ -114,11 +143,11 @@ class Session:
         match route:
             case FeatureRoute.FORWARD:
                 block.epoch = epoch
-                self._wire.features_to_draft(block)
+                self._wire.features_to_draft(self, block, returned)
             case FeatureRoute.HOLD:
-                self._held_blocks.append(block)
+                self._held_blocks.append((block, returned))
             case FeatureRoute.DROP:
-                self._wire.features_dropped(num_data_bytes(block))
+                returned(num_data_bytes(block))
 
     def fail(self, failure: Failure) -> None:
         """Ends the generation from outside."""
@@ -170,11 +199,11 @@ class Session:
         for action in actions:
             match action:
                 case ToVerify():
-                    self._wire.to_verify(action.command)
+                    self._wire.to_verify(self, action.command)
                     if isinstance(action.command, VerifyTree | VerifyOpen):
                         self.machine.mark_sent(self._clock())
                 case ToDraft():
-                    self._wire.to_draft(action.command)
+                    self._wire.to_draft(self, action.command)
                     if isinstance(action.command, DraftExtend):
                         self.machine.mark_sent(self._clock())
                 case Emitted():
@@ -198,14 +227,14 @@ class Session:
 
     def _release_held_blocks(self, epoch: int) -> None:
         blocks, self._held_blocks = self._held_blocks, []
-        for block in blocks:
+        for block, returned in blocks:
             block.epoch = epoch
-            self._wire.features_to_draft(block)
+            self._wire.features_to_draft(self, block, returned)
 
     def _drop_held_blocks(self) -> None:
         blocks, self._held_blocks = self._held_blocks, []
-        if blocks:
-            self._wire.features_dropped(sum(map(num_data_bytes, blocks)))
+        for block, returned in blocks:
+            returned(num_data_bytes(block))
 
     def _set_timer(self) -> None:
         """Rounds set a deadline each and seldom reach it: a timer that is early enough stays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from router.messages import RoundResult
 
@@ -14,6 +15,20 @@ def _count(counts: list[int], start: int, end: int) -> None:
         counts.extend([0] * (end - len(counts)))
     for index in range(start, end):
         counts[index] += 1
+
+
+class RoundObserver(Protocol):
+    """Told of every round as it happens; the router's metrics."""
+
+    def emitted(self, num_emitted: int, num_drafted: int, root_only: bool) -> None:
+        """`num_drafted`: nodes verified, without root. `root_only`: no tree, though wanted."""
+
+    def waited_for_draft(self, draft_seconds: float, transport_seconds: float) -> None: ...
+
+    def waited_for_verify(self, verify_seconds: float, transport_seconds: float) -> None: ...
+
+    def token_gap(self, seconds: float) -> None:
+        """From one round's tokens to the next's."""
 
 
 @dataclass(slots=True)
@@ -33,6 +48,7 @@ class RoundStatistics:
     num_rollbacks: int = 0
     num_root_only_rounds: int = 0
     num_emitted_first: int = 0
+    observer: RoundObserver | None = None
 
     def add_round(self, depths: Sequence[int], result: RoundResult, wanted_tree: bool) -> None:
         """`depths`: of the tree that was sent; [0]: the root alone.
@@ -46,10 +62,13 @@ class RoundStatistics:
         self.num_emitted += num_emitted
         self.num_accepted += num_emitted - 1
         _count(self.num_emitted_histogram, num_emitted - 1, num_emitted)
+        used = depths[: result.num_nodes] or (0,)
+        if self.observer is not None:
+            root_only = wanted_tree and len(depths) == 1
+            self.observer.emitted(num_emitted, len(used) - 1, root_only)
         if len(depths) == 1:
             self.num_root_only_rounds += wanted_tree
             return
-        used = depths[: result.num_nodes] or (0,)
         self.num_drafted += len(used) - 1
         _count(self.num_drafted_per_depth, 0, max(used))
         _count(self.num_accepted_per_depth, 0, num_emitted - 1)
@@ -76,20 +95,27 @@ class Clock:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     transport_seconds: float = 0.0
+    observer: RoundObserver | None = None
 
     def add_draft(self, waited: float, reported: float) -> None:
         spent = min(waited, reported)
         self.draft_seconds += spent
         self.transport_seconds += waited - spent
+        if self.observer is not None:
+            self.observer.waited_for_draft(spent, waited - spent)
 
     def add_verify(self, waited: float, reported: float) -> None:
         spent = min(waited, reported)
         self.verify_seconds += spent
         self.transport_seconds += waited - spent
+        if self.observer is not None:
+            self.observer.waited_for_verify(spent, waited - spent)
 
     def add_tokens(self, now: float) -> None:
         if self.first_token is None:
             self.first_token = now
+        elif self.observer is not None and self.last_token is not None:
+            self.observer.token_gap(now - self.last_token)
         self.last_token = now
 
     def router_seconds(self, now: float) -> float:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from canopy.v1 import types_pb2, verify_pb2, verify_pb2_grpc
+from common.security import CallerSecurity, Metadata
 from router.codec import num_data_bytes
-from router.links import CALL_TIMEOUT_SECONDS, Link, LinkListener, Metadata, Misfit, write
+from router.links import CALL_TIMEOUT_SECONDS, Link, LinkListener, Misfit, write
 
 FEATURE_CREDIT_BYTES = 16 << 20
 """Feature bytes that may be inside the router at one time: the bound of all its feature queues."""
@@ -32,26 +34,36 @@ class VerifyLink(Link[verify_pb2.VerifyCommand, verify_pb2.VerifyEvent]):
         address: str,
         max_message_bytes: int,
         listener: LinkListener[verify_pb2.VerifyEvent],
+        security: CallerSecurity,
         check: Callable[[verify_pb2.GetVerifyInfoResponse], str | None],
-        on_features: Callable[[types_pb2.FeatureBlock], None],
+        on_features: Callable[[types_pb2.FeatureBlock, Callable[[int], None]], None],
     ) -> None:
-        super().__init__(address, max_message_bytes, listener)
+        """`on_features`: gets each block, and what to call when bytes have left the router."""
+        super().__init__(address, max_message_bytes, listener, security)
         self.info: verify_pb2.GetVerifyInfoResponse | None = None
         self.num_feature_bytes = 0
         self._check, self._on_features = check, on_features
+        self._life = 0
         self._owed_bytes = 0
         self._owes = asyncio.Event()
 
-    def return_credit(self, num_bytes: int) -> None:
-        """Feature bytes that have left the router: as many more may come."""
+    def _return_credit(self, life: int, num_bytes: int) -> None:
+        """Feature bytes that have left the router: as many more may come.
+
+        Bytes of an earlier life of the stream are owed to nobody.
+        """
+        if life != self._life:
+            return
         self._owed_bytes += num_bytes
         if self._owed_bytes >= _MIN_GRANT_BYTES:
             self._owes.set()
 
-    async def _meet(self, channel: grpc.aio.Channel) -> None:
+    async def _meet(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         stub = verify_pb2_grpc.VerifyServiceStub(channel)
         info = await stub.GetVerifyInfo(
-            verify_pb2.GetVerifyInfoRequest(), timeout=CALL_TIMEOUT_SECONDS
+            verify_pb2.GetVerifyInfoRequest(),
+            timeout=CALL_TIMEOUT_SECONDS,
+            metadata=metadata,
         )
         if (mismatch := self._check(info)) is not None:
             raise Misfit(mismatch)
@@ -67,13 +79,15 @@ class VerifyLink(Link[verify_pb2.VerifyCommand, verify_pb2.VerifyEvent]):
         # What was owed to the stream before is void: every stream begins with the whole credit.
         self._owed_bytes, self._owes = FEATURE_CREDIT_BYTES, asyncio.Event()
         self._owes.set()
+        self._life += 1
         return [self._receive_features(call), self._grant(call)]
 
     async def _receive_features(self, call: Any) -> None:
+        returned = partial(self._return_credit, self._life)
         async for response in call:
             for block in response.blocks:
                 self.num_feature_bytes += num_data_bytes(block)
-                self._on_features(block)
+                self._on_features(block, returned)
 
     async def _grant(self, call: Any) -> None:
         while True:

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.types import SamplingParams
 from verify_service.engine import DeviceEngine
-from verify_service.step import SequenceWork
+from verify_service.step import SequenceWork, TokenHistory
 
 Tree = tuple[list[int], list[int]]
 """Tokens and parents of the nodes below the root; parent 0 is the root, i the i-th of these."""
@@ -30,10 +30,22 @@ class Generated:
     accepted: int = 0
     kv_len: int = 0
     features: list[Any] = field(default_factory=list)
+    top_logprobs: list[Any] = field(default_factory=list)
+    history: TokenHistory | None = None
 
     @property
     def response(self) -> list[int]:
         return self.tokens[self.num_prompt :]
+
+    def cut(self, length: int) -> None:
+        """Back to so many tokens, the last of them the next root."""
+        if len(self.tokens) <= length:
+            return
+        del self.tokens[length:]
+        for values in (self.margins, self.logprobs, self.top_logprobs):
+            del values[length - self.num_prompt :]
+        self.kv_len = min(self.kv_len, length - 1)
+        self.history = TokenHistory(self.tokens, self.num_prompt)
 
 
 def roots_only(sequence: int, tokens: list[int]) -> Tree:
@@ -68,11 +80,19 @@ def generate(
     num_tokens: int,
     guess: Guess = roots_only,
     stop_tokens: tuple[int, ...] = (),
+    resume: list[Generated] | None = None,
+    with_history: bool = True,
 ) -> list[Generated]:
-    """`num_tokens` tokens or more of every sequence, all of them in one batch."""
+    """`num_tokens` tokens or more of every sequence, all of them in one batch.
+
+    `resume`: goes on from these. Stop tokens count for those that do not ignore them.
+    """
     pages = engine.config.shape.pages_per_sequence
-    done = [Generated(list(prompt), len(prompt)) for prompt in prompts]
-    while open_ := [i for i, g in enumerate(done) if _goes_on(g, num_tokens, stop_tokens)]:
+    done = resume or [Generated(list(prompt), len(prompt)) for prompt in prompts]
+    for one in done:
+        one.history = one.history or TokenHistory(one.tokens, one.num_prompt)
+    stops = [() if sampling.ignore_eos else stop_tokens for sampling in samplings]
+    while open_ := [i for i, g in enumerate(done) if _goes_on(g, num_tokens, stops[i])]:
         works = []
         for i in open_:
             one = done[i]
@@ -91,8 +111,9 @@ def generate(
                     kv_len=one.kv_len,
                     page_ids=np.arange(i * pages, (i + 1) * pages, dtype=np.int32),
                     sampling=samplings[i],
-                    stop_tokens=stop_tokens,
+                    stop_tokens=stops[i],
                     wants_features=True,
+                    history=one.history if with_history else None,
                 )
             )
         for i, outcome in zip(open_, engine.run(works), strict=True):
@@ -103,6 +124,7 @@ def generate(
             one.accepted += outcome.num_accepted
             one.kv_len += outcome.num_committed
             one.features.append(outcome.features)
+            one.top_logprobs += outcome.top_logprobs
     return done
 
 

@@ -2,7 +2,13 @@
 
 import sys
 
-from common.errors import exit_with_one_line
-from verify_service.main import main
+from common.entry import run_program
 
-sys.exit(exit_with_one_line("canopy serve verify", main))
+
+def _run() -> int:
+    from verify_service.main import main
+
+    return main()
+
+
+sys.exit(run_program("canopy serve verify", _run))

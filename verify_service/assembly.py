@@ -23,6 +23,7 @@ from models.config import TargetConfig
 from models.eagle3.description import FeatureKind, HeadOverrides
 from models.eagle3.loader import open_head
 from models.errors import ModelError
+from models.hub import resolve_model
 from models.identity import Identity, target_identity
 from models.sharding import model_mesh
 from models.target import load_target
@@ -50,6 +51,7 @@ def assemble(config: VerifyConfig) -> Assembly:
     """The warm engine and what is said of it. Raises StartupError with one line."""
     _set_up_jax(config)
     try:
+        config = config.model_copy(update={"model": resolve_model(config.model)})
         boundaries = _boundaries(config)
         identity = target_identity(config.model)
         mesh = model_mesh(config.tensor_parallel) if config.tensor_parallel > 1 else None

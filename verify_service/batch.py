@@ -60,6 +60,14 @@ class BatchShape:
             Field("min_p", (b,), "float32"),
             Field("seed_lo", (b,), "uint32"),
             Field("seed_hi", (b,), "uint32"),
+            Field("slot", (b,)),  # where penalties and biases are kept
+            Field("presence", (b,), "float32"),
+            Field("frequency", (b,), "float32"),
+            Field("repetition", (b,), "float32"),
+            Field("has_bias", (b,)),
+            Field("min_position", (b,)),  # no stop token is picked for positions below
+            Field("num_prompt", (b,)),
+            Field("num_logprobs", (b,)),  # -1: none; 0: of the picks; more: of so many beside
         )
 
 
@@ -72,6 +80,8 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
     v["node_parents"][:] = -1
     v["stop_tokens"][:] = -1
     v["top_p"][:] = 1.0
+    v["repetition"][:] = 1.0
+    v["num_logprobs"][:] = -1
     row = node = 0
     for slot, work in enumerate(works):
         n, causal = work.num_rows, work.num_causal
@@ -108,6 +118,23 @@ def _pack_sequence(v: dict[str, npt.NDArray[np.generic]], slot: int, work: Seque
     v["min_p"][slot] = sampling.min_p
     v["seed_lo"][slot] = sampling.seed & 0xFFFFFFFF
     v["seed_hi"][slot] = sampling.seed >> 32
+    _pack_options(v, slot, work)
+
+
+def _pack_options(v: dict[str, npt.NDArray[np.generic]], slot: int, work: SequenceWork) -> None:
+    sampling, history = work.sampling, work.history
+    v["slot"][slot] = work.slot
+    v["presence"][slot] = sampling.presence_penalty
+    v["frequency"][slot] = sampling.frequency_penalty
+    v["repetition"][slot] = sampling.repetition_penalty
+    v["has_bias"][slot] = bool(sampling.logit_bias)
+    if history is not None:
+        v["num_prompt"][slot] = history.num_prompt_tokens
+        if sampling.min_tokens:
+            least = history.num_prompt_tokens + sampling.min_tokens
+            v["min_position"][slot] = min(least, 2**31 - 1)
+    if sampling.logprobs:
+        v["num_logprobs"][slot] = sampling.top_logprobs
 
 
 def _offsets(work: SequenceWork) -> npt.NDArray[np.int32]:

@@ -43,6 +43,8 @@ def check_open(command: Open, limits: VerifyLimits) -> None:
         )
     if any(not 0 <= token < limits.vocab_size for token in command.stop_tokens):
         raise invalid(f"stop_token_ids: one is outside the vocabulary [0, {limits.vocab_size})")
+    if any(not 0 <= token < limits.vocab_size for token, _ in command.sampling.logit_bias):
+        raise invalid(f"sampling.logit_bias: a token is outside [0, {limits.vocab_size})")
     try:
         command.sampling.validate()
     except ValueError as error:

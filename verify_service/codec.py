@@ -13,7 +13,14 @@ import numpy as np
 
 from canopy.v1 import types_pb2, verify_pb2
 from common.tensors import FeaturePiece
-from common.types import DraftTree, ErrorCode, SamplingParams, SequenceFailure, SequenceState
+from common.types import (
+    DraftTree,
+    ErrorCode,
+    SamplingParams,
+    SequenceFailure,
+    SequenceState,
+    TopLogprobs,
+)
 from verify_service.commands import (
     NO_ROUND,
     Attach,
@@ -142,7 +149,7 @@ def _open(base: _Base, body: verify_pb2.VerifyOpen) -> Open:
         **base,
         tokens=tuple(body.tokens),
         num_prompt_tokens=body.num_prompt_tokens,
-        sampling=_sampling(body.sampling, body.round),
+        sampling=_sampling(body),
         stop_tokens=tuple(body.stop_token_ids),
         max_total_tokens=body.max_total_tokens,
         round=body.round,
@@ -150,30 +157,29 @@ def _open(base: _Base, body: verify_pb2.VerifyOpen) -> Open:
     )
 
 
-def _sampling(body: types_pb2.SamplingParams, round_: int) -> SamplingParams:
-    """Raises UNIMPLEMENTED for options that are known and not built, if they would do something."""
-    neutral = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-    for name, value in neutral.items():
-        if body.HasField(name) and getattr(body, name) != value:
-            message = f"sampling.{name}: {getattr(body, name)}; penalties are not built"
-            raise SequenceFailure(ErrorCode.UNIMPLEMENTED, message, round_=round_)
-    if body.logit_bias:
-        message = "sampling.logit_bias: not built"
-        raise SequenceFailure(ErrorCode.UNIMPLEMENTED, message, round_=round_)
-    if body.min_tokens:
-        message = f"sampling.min_tokens: {body.min_tokens}; not built"
-        raise SequenceFailure(ErrorCode.UNIMPLEMENTED, message, round_=round_)
+def _sampling(body: verify_pb2.VerifyOpen) -> SamplingParams:
+    """Ranges are checked with the command (`checks.check_open`)."""
+    params = body.sampling
     sampling = SamplingParams(
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p if body.HasField("top_p") else 1.0,
-        min_p=body.min_p,
-        seed=body.seed,
-        ignore_eos=body.ignore_eos,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
+        min_p=params.min_p,
+        seed=params.seed,
+        ignore_eos=params.ignore_eos,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=(
+            params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
+        ),
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+        min_tokens=params.min_tokens,
+        logprobs=body.logprobs,
+        top_logprobs=body.top_logprobs,
     )
-    if not sampling.is_greedy and not body.HasField("seed"):
+    if not sampling.is_greedy and not params.HasField("seed"):
         raise _invalid(
-            "sampling.seed: unset at a temperature above 0; the router chooses one", round_
+            "sampling.seed: unset at a temperature above 0; the router chooses one", body.round
         )
     return sampling
 
@@ -200,6 +206,12 @@ def _state(state: SequenceState) -> types_pb2.SequenceState:
     )
 
 
+def _top(place: TopLogprobs) -> types_pb2.TokenLogprobs:
+    return types_pb2.TokenLogprobs(
+        tokens=[token for token, _ in place], logprobs=[logprob for _, logprob in place]
+    )
+
+
 def _event(event: Event) -> verify_pb2.VerifyEvent:
     message = verify_pb2.VerifyEvent(sequence_id=event.sequence_id, epoch=event.epoch)
     match event:
@@ -216,6 +228,7 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
                     num_nodes=result.num_nodes,
                     accepted_nodes=result.accepted_nodes,
                     logprobs=result.logprobs,
+                    top_logprobs=[_top(place) for place in result.top_logprobs],
                     step_seconds=result.step_seconds,
                     queue_seconds=result.queue_seconds,
                 )

@@ -17,7 +17,7 @@ class VerifyConfig(ServiceConfig):
     SERVICE: ClassVar[str] = "verify"
 
     port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
-    model: Path = Field(description="Directory with config.json, tokenizer.json and safetensors.")
+    model: Path = Field(description="Directory of the target, or its Hugging Face id, owner/name.")
     head: Path | None = Field(
         None, description="Directory of the draft's head: captures the boundaries that it needs."
     )

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from common.log import get_logger
+from common.types import TopLogprobs
 from kernels.backend import Backend
 from kernels.chips import Chip
 from kernels.kv_layout import pages_bytes, pages_shape
@@ -21,7 +22,8 @@ from models.config import TargetConfig
 from models.layers import Params
 from models.sharding import PAGES_SPEC
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
-from verify_service.program import SplitStep, StepParts, WholeStep
+from verify_service.program import DeviceState, SplitStep, StepParts, WholeStep
+from verify_service.slots import Slots
 from verify_service.step import SequenceOutcome, SequenceWork
 
 Step = WholeStep | SplitStep
@@ -98,6 +100,7 @@ class DeviceEngine:
         )
         where = None if self._mesh is None else NamedSharding(self._mesh, PAGES_SPEC)
         self._pages = jnp.zeros(shape, target.dtype, device=where)
+        self._slots = Slots(config.max_sequences, target.vocab_size, self._mesh)
         self.pages_bytes = pages_bytes(shape, target.dtype)
         self._buckets = config.buckets()
         self._programs: dict[Bucket, Step] = {}
@@ -119,13 +122,18 @@ class DeviceEngine:
         bucket = self._bucket_for(works)
         buffer = pack(works, self.config.shape, bucket)
         program = self._program(bucket)
-        self._pages, small, features = program(self._pages, buffer)
+        self._slots.prepare(works)
+        out = program(DeviceState(self._pages, self._slots.state), buffer)
+        self._pages, self._slots.state = out.state
         wanted = any(work.wants_features for work in works)
         if wanted:
-            features.copy_to_host_async()
-        accepted = jax.device_get(small)
-        rows = np.asarray(features) if wanted else None
-        return _outcomes(works, accepted, rows)
+            out.features.copy_to_host_async()
+        wants_top = any(work.sampling.top_logprobs for work in works)
+        accepted = jax.device_get(out.small | out.top if wants_top else out.small)
+        rows = np.asarray(out.features) if wanted else None
+        outcomes = _outcomes(works, accepted, rows)
+        self._slots.note(works, outcomes)
+        return outcomes
 
     def _bucket_for(self, works: Sequence[SequenceWork]) -> Bucket:
         """The smallest bucket that holds the works. Raises ValueError naming what is too large."""
@@ -169,11 +177,12 @@ class DeviceEngine:
             backend=config.backend,
             chip=config.chip,
         )
+        state = DeviceState(self._pages, self._slots.state)
         program: Step
         if config.layers_per_program is None or self._mesh is not None:
-            program = WholeStep(parts, self._params, self._pages, self._mesh)
+            program = WholeStep(parts, self._params, state, self._mesh)
         else:
-            program = SplitStep(parts, self._params, self._pages, config.layers_per_program)
+            program = SplitStep(parts, self._params, state, config.layers_per_program)
         seconds = round(time.monotonic() - begun, 2)
         _logger.info("compiled", rows=bucket.num_rows, nodes=bucket.num_nodes, seconds=seconds)
         self._programs[bucket] = program
@@ -206,8 +215,20 @@ def _outcomes(
                 num_nodes=work.num_nodes,
                 num_committed=work.num_causal + count,
                 features=rows,
+                top_logprobs=_top_logprobs(accepted, slot, work, num_emitted),
             )
         )
         row += work.num_rows
         node += work.num_nodes
     return outcomes
+
+
+def _top_logprobs(
+    accepted: dict[str, Any], slot: int, work: SequenceWork, num_emitted: int
+) -> tuple[TopLogprobs, ...]:
+    count = work.sampling.top_logprobs
+    if not count:
+        return ()
+    tokens = accepted["top_tokens"][slot, :num_emitted, :count].tolist()
+    values = accepted["top_logprobs"][slot, :num_emitted, :count].tolist()
+    return tuple(tuple(zip(*place, strict=True)) for place in zip(tokens, values, strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from common.types import ErrorCode, SequenceState
+from common.types import ErrorCode, SequenceState, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,9 @@ class RoundResult:
     """What one round emitted; kept until it is acknowledged.
 
     `kv_len`: before the round, so that `tokens[i]` stands at position kv_len + 1 + i. `tokens`: the
-    accepted path and the bonus. `margins`, `logprobs`: one per token. `accepted_nodes`: indices
-    into the tree as the router sent it. `num_nodes`: verified, root included.
+    accepted path and the bonus. `margins`: one per token; so `logprobs` and `top_logprobs`, where
+    asked for. `accepted_nodes`: indices into the tree as the router sent it. `num_nodes`: verified,
+    root included.
     """
 
     round: int
@@ -37,6 +38,7 @@ class RoundResult:
     num_nodes: int = 1
     step_seconds: float = 0.0
     queue_seconds: float = 0.0
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

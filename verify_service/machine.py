@@ -36,7 +36,7 @@ from verify_service.limits import VerifyLimits
 from verify_service.registry import Registry
 from verify_service.residency import Residency
 from verify_service.sequences import PendingRound, VerifySequence
-from verify_service.step import SequenceOutcome, SequenceWork
+from verify_service.step import SequenceOutcome, SequenceWork, TokenHistory
 from verify_service.stepper import Plan, Stepper
 
 MAX_DEFERRED = 16
@@ -187,12 +187,13 @@ class VerifyMachine:
         events.append(_state_report(stream, fresh))
 
     def _new_sequence(self, stream: int, command: Open, now: float) -> VerifySequence:
+        tokens = list(command.tokens)
         sequence = VerifySequence(
             sequence_id=command.sequence_id,
             epoch=command.epoch,
             stream=stream,
             arrival=self._registry.next_arrival(),
-            tokens=list(command.tokens),
+            tokens=tokens,
             num_prompt_tokens=command.num_prompt_tokens,
             sampling=command.sampling,
             stop_tokens=command.stop_tokens,
@@ -200,6 +201,7 @@ class VerifyMachine:
             wants_features=command.wants_features,
             next_round=command.round,
             window=FeatureWindow(self._limits.feature_window_tokens),
+            history=TokenHistory(tokens, command.num_prompt_tokens),
             pending=PendingRound.root_only(command.round, command.tokens[-1], now),
         )
         self._registry.hand_over(sequence, stream, command.epoch, now)
@@ -242,6 +244,7 @@ class VerifyMachine:
             self._registry.hand_over(sequence, stream, command.epoch, now)
             del sequence.tokens[command.committed_len :]
             sequence.num_prompt_tokens = min(sequence.num_prompt_tokens, command.committed_len)
+            sequence.history = TokenHistory(sequence.tokens, sequence.num_prompt_tokens)
             sequence.next_round = command.round
             sequence.pending, sequence.paused_since = None, now
             sequence.results.clear()

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.metrics import Metrics, integer_buckets, power_buckets
+from common.metrics import Metrics, RisingCounter, integer_buckets, power_buckets
+from common.types import ErrorCode
 from verify_service.events import Event, Failed, Preempted, RoundDone
 from verify_service.machine import VerifyMachine
 from verify_service.stepper import Plan
 
+PAGE_STATES = ("live", "cached", "reserved", "free")
+SEQUENCE_STATES = ("resident", "waiting", "in_flight", "open")
+MAX_NODES_BUCKET = 128
+
 
 class VerifyMetrics:
+    """All names begin with `canopy_verify_`."""
+
     def __init__(self, metrics: Metrics, max_tree_depth: int, max_step_tokens: int) -> None:
         self._step_seconds = metrics.histogram("step_seconds", "Time of a step on the device")
         self._host_seconds = metrics.histogram(
@@ -22,13 +29,24 @@ class VerifyMetrics:
         self._step_sequences = metrics.histogram("step_sequences", "Sequences of a step", rows)
         emitted = integer_buckets(max_tree_depth + 1)
         self._emitted = metrics.histogram("emitted_tokens", "Tokens emitted per round", emitted)
-        self._nodes = metrics.counter("tree_nodes", "Tree nodes verified, roots included")
+        self._nodes = metrics.histogram(
+            "tree_nodes", "Nodes verified per round, root included", power_buckets(MAX_NODES_BUCKET)
+        )
         self._preempted = metrics.counter("preemptions", "Sequences put out for want of pages")
-        self._errors = metrics.counter("sequence_errors", "Error entries sent", ["code"])
+        self._errors = metrics.counter(
+            "sequence_errors",
+            "Error entries sent, by code",
+            ["code"],
+            values=[code.name.lower() for code in ErrorCode],
+        )
         self._failures = metrics.counter("failed_steps", "Steps that the device did not finish")
-        self._compiles = metrics.gauge("compiles_after_warm_up", "Programs compiled while serving")
-        self._sequences = metrics.gauge("sequences", "Sequences by state", ["state"])
-        self._pages = metrics.gauge("kv_pages", "KV pages by state", ["state"])
+        self._compiles = RisingCounter(
+            metrics.counter("compiles_after_warm_up", "Programs compiled while serving")
+        )
+        self._sequences = metrics.gauge(
+            "sequences", "Sequences by state", ["state"], values=SEQUENCE_STATES
+        )
+        self._pages = metrics.gauge("kv_pages", "KV pages by state", ["state"], values=PAGE_STATES)
 
     def note_step(self, plan: Plan, step_seconds: float, host_seconds: float) -> None:
         self._step_seconds.observe(step_seconds)
@@ -40,26 +58,26 @@ class VerifyMetrics:
         self._failures.inc()
 
     def note_events(self, events: Iterable[Event]) -> None:
+        emitted, nodes = self._emitted.observe, self._nodes.observe
+        queue_seconds = self._queue_seconds.observe
         for event in events:
-            match event:
-                case RoundDone(result=result):
-                    self._emitted.observe(len(result.tokens))
-                    self._nodes.inc(result.num_nodes)
-                    self._queue_seconds.observe(result.queue_seconds)
-                case Failed(code=code):
-                    self._errors.labels(code.name.lower()).inc()
-                case Preempted():
-                    self._preempted.inc()
-                case _:
-                    pass
+            if isinstance(event, RoundDone):  # nearly all of them
+                result = event.result
+                emitted(len(result.tokens))
+                nodes(result.num_nodes)
+                queue_seconds(result.queue_seconds)
+            elif isinstance(event, Failed):
+                self._errors.labels(event.code.name.lower()).inc()
+            elif isinstance(event, Preempted):
+                self._preempted.inc()
 
     def note_compiles(self, num_compiles: int) -> None:
-        self._compiles.set(num_compiles)
+        self._compiles.set_total(num_compiles)
 
     def note_state(self, machine: VerifyMachine) -> None:
         """Once a tick, not once a step."""
         counts = machine.page_counts
-        for state in ("live", "cached", "reserved", "free"):
+        for state in PAGE_STATES:
             self._pages.labels(state).set(getattr(counts, state))
         residents = machine.num_residents
         self._sequences.labels("resident").set(residents)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from common.types import MAX_TOP_LOGPROBS
+from kernels.adjust_logits.api import adjust_logits, count_tokens
+from kernels.adjust_logits.types import LogitOptions, SlotState
 from kernels.backend import Backend
 from kernels.chips import Chip
 from kernels.kv_commit.api import kv_commit
 from kernels.sample_and_accept.api import sample_and_accept
-from kernels.sample_and_accept.types import SamplerParams
+from kernels.sample_and_accept.types import Accepted, SamplerParams
+from kernels.token_logprobs.api import token_logprobs
+from kernels.token_logprobs.types import TokenLogprobs
 from kernels.tree_attention.api import tree_attention
 from models.config import TargetConfig
 from models.layers import Params
@@ -41,12 +46,36 @@ from models.target import (
     target_logits,
 )
 from verify_service.batch import BatchShape, Bucket
+from verify_service.slots import root_nodes
 
 Arrays = dict[str, jax.Array]
 
-StepOutput = tuple[jax.Array, Arrays, jax.Array]
-"""(pages, small arrays: accepted [B, D], num_accepted [B], emitted [B, D + 1], margins and logprobs
-of those, features [T, F])."""
+
+class DeviceState(NamedTuple):
+    """What a step takes over from the last one; donated. `slots`: see verify_service/slots.py."""
+
+    pages: jax.Array
+    slots: SlotState
+
+
+STATE_SPECS = DeviceState(PAGES_SPEC, WHOLE_SPEC)  # type: ignore[arg-type]
+
+
+class StepOutput(NamedTuple):
+    """What a step gives.
+
+    small     accepted [B, D], num_accepted [B], emitted [B, D + 1], margins and logprobs of those
+    top       top_tokens and top_logprobs [B, D + 1, K]: fetched only where asked for
+    features  [T, F]
+    """
+
+    state: DeviceState
+    small: Arrays
+    top: Arrays
+    features: jax.Array
+
+
+OUTPUT_SPECS = StepOutput(STATE_SPECS, WHOLE_SPEC, WHOLE_SPEC, WHOLE_SPEC)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +134,7 @@ class StepParts:
     def finish(
         self,
         params: Params,
-        pages: jax.Array,
+        state: DeviceState,
         blocks: Sequence[jax.Array],
         boundaries: Sequence[jax.Array],
         x: Arrays,
@@ -114,34 +143,63 @@ class StepParts:
         the residual stream entering each, and behind the last.
         """
         hidden, features = finish_rows(self.target, params, boundaries)
-        accepted = self._sample(params, hidden, x)
+        logits = target_logits(self.target, params, hidden[x["node_rows"]])
+        options = _logit_options(x)
+        causal = x["row_is_causal"] > 0
+        slots = self._count(state.slots, options, x, causal)
+        accepted = self._sample(logits, slots, options, x)
+        committed = _committed_rows(x, accepted.accepted, self.bucket.num_rows)
+        slots = self._count(slots, options, x, committed & ~causal)
         new_pages = kv_commit(
-            pages,
+            state.pages,
             jnp.stack(blocks),
             x["page_table"],
             x["row_sequence"],
             x["positions"],
-            _committed_rows(x, accepted.accepted, self.bucket.num_rows),
+            committed,
             backend=Backend.XLA,
         )
+        logprobs = self._logprobs(logits, accepted, x)
         small = {
             "accepted": accepted.accepted,
             "num_accepted": accepted.num_accepted,
             "emitted": accepted.emitted,
             "margins": accepted.emitted_margins,
-            "logprobs": accepted.emitted_logprobs,
+            "logprobs": logprobs.picked,
         }
-        return new_pages, small, features
+        top = {"top_tokens": logprobs.top_tokens, "top_logprobs": logprobs.top}
+        return StepOutput(DeviceState(new_pages, slots), small, top, features)
 
-    def _sample(self, params: Params, hidden: jax.Array, x: Arrays) -> Any:
+    def _count(
+        self, slots: SlotState, options: LogitOptions, x: Arrays, committed: jax.Array
+    ) -> SlotState:
+        return count_tokens(
+            slots,
+            options,
+            x["tokens"],
+            x["positions"],
+            x["row_sequence"],
+            committed,
+            backend=Backend.XLA,
+        )
+
+    def _sample(
+        self, logits: jax.Array, slots: SlotState, options: LogitOptions, x: Arrays
+    ) -> Accepted:
         rows = x["node_rows"]
-        logits = target_logits(self.target, params, hidden[rows])
-        return sample_and_accept(
+        nodes = (x["tokens"][rows], x["node_parents"], x["positions"][rows] + 1, x["node_sequence"])
+        adjusted = adjust_logits(
             logits,
-            x["tokens"][rows],
-            x["node_parents"],
-            x["positions"][rows] + 1,
-            x["node_sequence"],
+            *nodes,
+            slots,
+            options,
+            x["stop_tokens"],
+            max_depth=self.shape.max_depth,
+            backend=Backend.XLA,
+        )
+        return sample_and_accept(
+            adjusted,
+            *nodes,
             SamplerParams(
                 temperature=x["temperature"],
                 top_k=x["top_k"],
@@ -156,39 +214,54 @@ class StepParts:
             chip=self.chip,
         )
 
+    def _logprobs(self, logits: jax.Array, accepted: Accepted, x: Arrays) -> TokenLogprobs:
+        roots = root_nodes(x["node_parents"], x["node_sequence"], x["kv_lens"].shape[0])
+        return token_logprobs(
+            logits,
+            jnp.concatenate([roots[:, None], accepted.accepted], axis=1),
+            accepted.emitted,
+            x["num_logprobs"],
+            max_top=min(MAX_TOP_LOGPROBS, self.target.vocab_size),
+            backend=Backend.XLA,
+        )
+
+
+def _logit_options(x: Arrays) -> LogitOptions:
+    return LogitOptions(**{name: x[name] for name in LogitOptions._fields})
+
 
 def verify_step(
-    parts: StepParts, params: Params, pages: jax.Array, buffer: jax.Array
+    parts: StepParts, params: Params, state: DeviceState, buffer: jax.Array
 ) -> StepOutput:
-    """The whole step, to be traced as one program. `pages` should be donated."""
+    """The whole step, to be traced as one program. `state` should be donated."""
     x = parts.unpack(buffer)
     layers = layer_params(parts.target, params)
     stream = embed_rows(parts.target, params, x["tokens"])
-    out = parts.layers(layers, 0, 0, pages, stream, x)
-    return parts.finish(params, pages, out.block_kv, (*out.entering, out.stream), x)
+    out = parts.layers(layers, 0, 0, state.pages, stream, x)
+    return parts.finish(params, state, out.block_kv, (*out.entering, out.stream), x)
 
 
 class WholeStep:
     """The step of one bucket as one compiled program."""
 
     def __init__(
-        self, parts: StepParts, params: Params, pages: jax.Array, mesh: Mesh | None
+        self, parts: StepParts, params: Params, state: DeviceState, mesh: Mesh | None
     ) -> None:
         """Over the chips of `mesh` all make the same picks, and each keeps its heads' pages."""
         self._params = params
         buffer = np.zeros(parts.shape.packing(parts.bucket).size, np.int32)
 
-        def step(params: Params, pages: jax.Array, buffer: jax.Array) -> StepOutput:
-            return verify_step(parts, params, pages, buffer)
+        def step(params: Params, state: DeviceState, buffer: jax.Array) -> StepOutput:
+            return verify_step(parts, params, state, buffer)
 
-        inputs = parameter_specs(params), PAGES_SPEC, WHOLE_SPEC
-        split = split_over(mesh, step, inputs, (PAGES_SPEC, WHOLE_SPEC, WHOLE_SPEC))
-        lowered = jax.jit(split, donate_argnums=(1,)).lower(params, pages, buffer)
+        inputs = parameter_specs(params), STATE_SPECS, WHOLE_SPEC
+        split = split_over(mesh, step, inputs, OUTPUT_SPECS)
+        lowered = jax.jit(split, donate_argnums=(1,)).lower(params, state, buffer)
         self._program: Any = lowered.compile()
 
-    def __call__(self, pages: jax.Array, buffer: np.ndarray[Any, Any]) -> StepOutput:
-        """Runs the step; `pages` is given up."""
-        output: StepOutput = self._program(self._params, pages, buffer)
+    def __call__(self, state: DeviceState, buffer: np.ndarray[Any, Any]) -> StepOutput:
+        """Runs the step; `state` is given up."""
+        output: StepOutput = self._program(self._params, state, buffer)
         return output
 
 
@@ -198,7 +271,7 @@ class SplitStep:
     """
 
     def __init__(
-        self, parts: StepParts, params: Params, pages: jax.Array, layers_per_program: int
+        self, parts: StepParts, params: Params, state: DeviceState, layers_per_program: int
     ) -> None:
         target = parts.target
         layers = layer_params(target, params)
@@ -228,40 +301,40 @@ class SplitStep:
                 return parts.layers(group, kind, first, pages, stream, parts.unpack(buffer))
 
             if key not in programs:
-                lowered = jax.jit(run).lower(group, first, pages, stream, buffer)
+                lowered = jax.jit(run).lower(group, first, state.pages, stream, buffer)
                 programs[key] = lowered.compile()
-            blocks += jax.eval_shape(run, group, first, pages, stream, buffer).block_kv
+            blocks += jax.eval_shape(run, group, first, state.pages, stream, buffer).block_kv
             self._groups.append((programs[key], group, first))
 
         def finish(
             top: Params,
-            pages: jax.Array,
+            state: DeviceState,
             blocks: Sequence[jax.Array],
             boundaries: Sequence[jax.Array],
             buffer: jax.Array,
         ) -> StepOutput:
-            return parts.finish(top, pages, blocks, boundaries, parts.unpack(buffer))
+            return parts.finish(top, state, blocks, boundaries, parts.unpack(buffer))
 
         boundaries = [stream] * (target.num_layers + 1)
         self._finish: Any = (
             jax.jit(finish, donate_argnums=(1,))
-            .lower(self._top, pages, blocks, boundaries, buffer)
+            .lower(self._top, state, blocks, boundaries, buffer)
             .compile()
         )
 
-    def __call__(self, pages: jax.Array, buffer: np.ndarray[Any, Any]) -> StepOutput:
-        """Runs the step; `pages` is given up."""
+    def __call__(self, state: DeviceState, buffer: np.ndarray[Any, Any]) -> StepOutput:
+        """Runs the step; `state` is given up."""
         on_device = jax.device_put(buffer)
         stream = self._embed(self._top, on_device)
         blocks: list[jax.Array] = []
         boundaries: list[jax.Array] = []
         for program, group, first in self._groups:
-            out: LayersOutput = program(group, first, pages, stream, on_device)
+            out: LayersOutput = program(group, first, state.pages, stream, on_device)
             stream = out.stream
             blocks += out.block_kv
             boundaries += out.entering
         output: StepOutput = self._finish(
-            self._top, pages, blocks, [*boundaries, stream], on_device
+            self._top, state, blocks, [*boundaries, stream], on_device
         )
         return output
 

@@ -16,6 +16,7 @@ from common.types import DraftTree, Int32Array, SamplingParams, SequenceState
 from verify_service.commands import Command
 from verify_service.events import RoundResult
 from verify_service.features import FeatureWindow
+from verify_service.step import TokenHistory
 
 NO_SLOT = -1
 
@@ -84,6 +85,7 @@ class VerifySequence:
     wants_features: bool
     next_round: int
     window: FeatureWindow
+    history: TokenHistory
 
     pending: PendingRound | None = None
     results: dict[int, RoundResult] = field(default_factory=dict)  # unacknowledged

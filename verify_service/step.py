@@ -17,7 +17,18 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.types import Float32Array, Int32Array, SamplingParams
+from common.types import Float32Array, Int32Array, SamplingParams, TopLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class TokenHistory:
+    """A sequence's committed tokens for as long as they only grow; compared by identity.
+
+    `tokens` is the sequence's own list. Cutting it back ends this history: a new one is made.
+    """
+
+    tokens: list[int]
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +52,12 @@ class SequenceWork:
     sampling: SamplingParams
     stop_tokens: tuple[int, ...] = ()
     wants_features: bool = True
+    history: TokenHistory | None = None  # needed for penalties, logit_bias and min_tokens
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether the device must remember tokens or biases of the sequence."""
+        return self.sampling.is_penalised or bool(self.sampling.logit_bias)
 
     @property
     def num_rows(self) -> int:
@@ -80,6 +97,10 @@ class SequenceWork:
             raise ValueError(
                 f"parents: a tree node's parent must be in [{self.num_causal - 1}, its own row)"
             )
+        if self.history is None and (self.needs_slot or self.sampling.min_tokens):
+            raise ValueError(
+                "history: None; penalties, logit_bias and min_tokens need the sequence's tokens"
+            )
         if self.kv_len < 0:
             raise ValueError(f"kv_len: {self.kv_len} is negative")
         needed = self.kv_len + self.num_causal + self.max_depth
@@ -97,8 +118,9 @@ class SequenceOutcome:
 
     `tokens` int32 [num_emitted]: the accepted path, then the bonus token; empty if the block did
     not sample. The walk stops at a stop token, which then is the last one. `margins` float32
-    [num_emitted]. `logprobs` float32 [num_emitted], unfiltered, temperature 1. `accepted_nodes`
-    int32 [num_accepted], tree-relative: 1 is the first node below the root. `features`
+    [num_emitted]. `logprobs` float32 [num_emitted], of the unadjusted logits; 0 unless asked for.
+    `top_logprobs`: per token, the likeliest ones and theirs; empty unless asked for.
+    `accepted_nodes` int32 [num_accepted], tree-relative: 1 is the first below the root. `features`
     [num_committed, F] for positions from `kv_len`: the causal rows and the accepted nodes; None if
     not wanted.
     """
@@ -110,6 +132,7 @@ class SequenceOutcome:
     num_nodes: int  # of the tree, root included; 0 when the block did not sample
     num_committed: int  # K/V rows now in pages from position kv_len: num_causal + num_accepted
     features: npt.NDArray[np.generic] | None = field(default=None, repr=False)
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
     @property
     def num_emitted(self) -> int:

@@ -201,18 +201,21 @@ def _work(block: _Block) -> SequenceWork:
         sampling=sequence.sampling,
         stop_tokens=() if sequence.sampling.ignore_eos else sequence.stop_tokens,
         wants_features=sequence.wants_features,
+        history=sequence.history,
     )
 
 
 def _result(
     launched: _Launched, round_: PendingRound, outcome: SequenceOutcome, step_seconds: float
 ) -> RoundResult:
+    wants_logprobs = launched.work.sampling.logprobs
     return RoundResult(
         round=round_.round,
         kv_len=launched.sequence.committed_len - 1,
         tokens=tuple(outcome.tokens.tolist()),
         margins=tuple(outcome.margins.tolist()),
-        logprobs=tuple(outcome.logprobs.tolist()),
+        logprobs=tuple(outcome.logprobs.tolist()) if wants_logprobs else (),
+        top_logprobs=outcome.top_logprobs,
         accepted_nodes=tuple(round_.nodes[outcome.accepted_nodes].tolist()),
         num_nodes=round_.tree.num_nodes,
         step_seconds=step_seconds,

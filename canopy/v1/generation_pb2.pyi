@@ -104,7 +104,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, chunk: _Optional[_Union[GenerateChunk, _Mapping]] = ..., completion: _Optional[_Union[GenerateCompletion, _Mapping]] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
-    __slots__ = ("request_id", "choice_index", "text", "token_ids", "logprobs", "pick_margins", "trace", "prompt_token_ids")
+    __slots__ = ("request_id", "choice_index", "text", "token_ids", "logprobs", "pick_margins", "trace", "prompt_token_ids", "top_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class GenerateChunk(_message.Message):
     PICK_MARGINS_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     choice_index: int
     text: str
@@ -121,7 +122,8 @@ class GenerateChunk(_message.Message):
     pick_margins: _containers.RepeatedScalarFieldContainer[float]
     trace: RoundTrace
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., pick_margins: _Optional[_Iterable[float]] = ..., trace: _Optional[_Union[RoundTrace, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., pick_margins: _Optional[_Iterable[float]] = ..., trace: _Optional[_Union[RoundTrace, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class RoundTrace(_message.Message):
     __slots__ = ("round", "tree", "accepted_nodes", "bonus_token", "token_texts", "draft_seconds", "verify_seconds")

@@ -74,7 +74,7 @@ class VerifyCommand(_message.Message):
     def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., acked_round: _Optional[int] = ..., open: _Optional[_Union[VerifyOpen, _Mapping]] = ..., attach: _Optional[_Union[VerifyAttach, _Mapping]] = ..., verify_tree: _Optional[_Union[VerifyTree, _Mapping]] = ..., rollback: _Optional[_Union[VerifyRollback, _Mapping]] = ..., close: _Optional[_Union[VerifyClose, _Mapping]] = ..., replay_features: _Optional[_Union[VerifyReplayFeatures, _Mapping]] = ...) -> None: ...
 
 class VerifyOpen(_message.Message):
-    __slots__ = ("tokens", "num_prompt_tokens", "sampling", "stop_token_ids", "max_total_tokens", "round", "wants_features", "choice_index")
+    __slots__ = ("tokens", "num_prompt_tokens", "sampling", "stop_token_ids", "max_total_tokens", "round", "wants_features", "choice_index", "logprobs", "top_logprobs")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,8 @@ class VerifyOpen(_message.Message):
     ROUND_FIELD_NUMBER: _ClassVar[int]
     WANTS_FEATURES_FIELD_NUMBER: _ClassVar[int]
     CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: _types_pb2.SamplingParams
@@ -91,7 +93,9 @@ class VerifyOpen(_message.Message):
     round: int
     wants_features: bool
     choice_index: int
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_total_tokens: _Optional[int] = ..., round: _Optional[int] = ..., wants_features: _Optional[bool] = ..., choice_index: _Optional[int] = ...) -> None: ...
+    logprobs: bool
+    top_logprobs: int
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_total_tokens: _Optional[int] = ..., round: _Optional[int] = ..., wants_features: _Optional[bool] = ..., choice_index: _Optional[int] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
 
 class VerifyAttach(_message.Message):
     __slots__ = ("features_from",)
@@ -152,7 +156,7 @@ class VerifyEvent(_message.Message):
     def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.SequenceState, _Mapping]] = ..., result: _Optional[_Union[VerifyResult, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.SequenceError, _Mapping]] = ..., preempted: _Optional[_Union[VerifyPreempted, _Mapping]] = ..., closed: _Optional[_Union[VerifyClosed, _Mapping]] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
-    __slots__ = ("round", "kv_len", "tokens", "pick_margins", "num_nodes", "accepted_nodes", "logprobs", "step_seconds", "queue_seconds")
+    __slots__ = ("round", "kv_len", "tokens", "pick_margins", "num_nodes", "accepted_nodes", "logprobs", "step_seconds", "queue_seconds", "top_logprobs")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +166,7 @@ class VerifyResult(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     round: int
     kv_len: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -171,7 +176,8 @@ class VerifyResult(_message.Message):
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     step_seconds: float
     queue_seconds: float
-    def __init__(self, round: _Optional[int] = ..., kv_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., pick_margins: _Optional[_Iterable[float]] = ..., num_nodes: _Optional[int] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
+    def __init__(self, round: _Optional[int] = ..., kv_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., pick_margins: _Optional[_Iterable[float]] = ..., num_nodes: _Optional[int] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class VerifyPreempted(_message.Message):
     __slots__ = ()

@@ -1,10 +1,11 @@
-"""`canopy head train` and `canopy head generate-data`: their flags, and what they run."""
+"""`canopy head train`, `generate-data` and `check`: their flags, and what they run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 from common.errors import StartupError
@@ -27,14 +28,21 @@ def train(parsed: argparse.Namespace) -> int:
     import jax
     import yaml
 
+    from common.process import tune_malloc
     from models.errors import ModelError
+
+    tune_malloc()  # mapping a step's buffers anew each time was a quarter of it
 
     # One device per core: a batch is split over them, which keeps all cores at work. It must be
     # said before jax makes its devices.
     jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)  # type: ignore[no-untyped-call]
-    from draft_service.training.recipe import load_recipe
-    from draft_service.training.run import train as run
-
+    try:
+        from draft_service.training.recipe import load_recipe
+        from draft_service.training.run import train as run
+    except ModuleNotFoundError as error:
+        raise StartupError(
+            f"training needs {error.name}, which is not installed: pip install 'canopy[train]'"
+        ) from error
     overrides: dict[str, object] = {}
     for item in parsed.set:
         field, equals, value = item.partition("=")
@@ -43,7 +51,7 @@ def train(parsed: argparse.Namespace) -> int:
         overrides[field] = yaml.safe_load(value)
     try:
         head = run(load_recipe(parsed.recipe, overrides), parsed.max_steps)
-    except (ModelError, ValueError) as error:
+    except (ModelError, ValueError, OSError) as error:
         raise StartupError(str(error)) from error
     print(json.dumps({"head": str(head)}))
     return 0
@@ -85,3 +93,65 @@ def generate_data(parsed: argparse.Namespace) -> int:
     except (ModelError, ValueError, OSError) as error:
         raise StartupError(str(error)) from error
     return 0
+
+
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, help="the target's directory")
+    parser.add_argument("--head", type=Path, required=True, help="the head's directory")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        required=True,
+        help='JSON lines with "prompt" or "turns", or with "prompt_ids" and "response_ids"',
+    )
+    parser.add_argument("--limit", type=int, default=8, help="answers to take [%(default)s]")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of an answer [%(default)s]")
+    parser.add_argument("--max-prompt-tokens", type=int, default=320, help="longer: left out")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-depth", type=int, default=5, help="of a tree [%(default)s]")
+    parser.add_argument("--top-k", type=int, default=4, help="children a node [%(default)s]")
+    parser.add_argument("--max-nodes", type=int, default=16, help="root included [%(default)s]")
+    parser.add_argument("--boundaries", help="captured boundaries, as 2,15,27 [the head's files]")
+    parser.add_argument(
+        "--all-readings",
+        action="store_true",
+        help="try the neighbouring layers even where the head's files are sure of theirs",
+    )
+    parser.add_argument("--json", action="store_true")
+
+
+def check(parsed: argparse.Namespace) -> int:
+    """Prints a head's acceptance on given prompts, by reading. Raises StartupError."""
+    from common.types import TreeShape
+    from draft_service.training.check import CheckSettings, check_head
+    from models.errors import ModelError
+
+    settings = CheckSettings(
+        model=parsed.model,
+        head=parsed.head,
+        prompts=parsed.prompts,
+        limit=parsed.limit,
+        max_tokens=parsed.max_tokens,
+        max_prompt_tokens=parsed.max_prompt_tokens,
+        temperature=parsed.temperature,
+        seed=parsed.seed,
+        tree=TreeShape(max_depth=parsed.max_depth, top_k=parsed.top_k, max_nodes=parsed.max_nodes),
+        boundaries=_numbers("boundaries", parsed.boundaries),
+        all_readings=parsed.all_readings,
+    )
+    try:
+        found = check_head(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    except (ModelError, ValueError, OSError) as error:
+        raise StartupError(str(error)) from error
+    print(json.dumps(found.as_dict()) if parsed.json else found.as_text())
+    return 0
+
+
+def _numbers(flag: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise StartupError(f"--{flag}: {text!r} must be numbers, as 2,15,27") from None

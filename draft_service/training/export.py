@@ -18,8 +18,9 @@ from models.layers import AttentionSpec, Params
 
 DTYPES = ("float16", "float32")
 
-_ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
-_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+"""Names in serving → names in training."""
 
 
 def export_head(
@@ -103,14 +104,18 @@ def served_params(
     return served
 
 
-def _served_layer(layer: TrainedParams) -> Params:
+def layer_norms(takes_embedding: bool) -> dict[str, str]:
+    """Norms of a layer: name in serving → name in training."""
     norms = {"hidden_norm": "hidden_norm", "mlp_norm": "post_attention_layernorm"}
-    if "input_layernorm" in layer:
-        norms["embed_norm"] = "input_layernorm"
+    return {**norms, "embed_norm": "input_layernorm"} if takes_embedding else norms
+
+
+def _served_layer(layer: TrainedParams) -> Params:
+    norms = layer_norms("input_layernorm" in layer)
     return {
         **{ours: {"scale": layer[name]} for ours, name in norms.items()},
-        "attention": {ours: {"kernel": layer[name]} for ours, name in _ATTENTION.items()},
-        "mlp": {ours: {"kernel": layer[name]} for ours, name in _MLP.items()},
+        "attention": {ours: {"kernel": layer[name]} for ours, name in ATTENTION.items()},
+        "mlp": {ours: {"kernel": layer[name]} for ours, name in MLP.items()},
     }
 
 

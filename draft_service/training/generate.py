@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,26 +50,20 @@ def generate_responses(settings: GenerateSettings) -> Iterator[dict[str, Any]]:
     config, params = load_target(settings.target, boundaries=())
     prompts = _wanted_prompts(settings)
     prompts.sort(key=lambda item: len(item[1]))  # like lengths share a batch
-    generate = jax.jit(
-        partial(generate_batch, config),
-        static_argnames=("max_tokens", "temperature", "stop_ids"),
-    )
     started, num_tokens = time.monotonic(), 0
     with settings.output.open("a") as output:
         for start in range(0, len(prompts), settings.batch):
             chunk = prompts[start : start + settings.batch]
-            tokens, lengths = _pad([ids for _, ids in chunk], settings.batch)
-            responses = generate(
+            responses = respond(
+                config,
                 params,
-                tokens,
-                lengths,
+                [ids for _, ids in chunk],
                 jax.random.key(settings.seed + start),
-                max_tokens=settings.max_tokens,
-                temperature=settings.temperature,
-                stop_ids=config.eos_token_ids,
+                settings.max_tokens,
+                settings.temperature,
+                rows=settings.batch,
             )
-            for (name, ids), row in zip(chunk, np.asarray(responses), strict=False):
-                response = [int(token) for token in row if token >= 0]
+            for (name, ids), response in zip(chunk, responses, strict=True):
                 stopped = response[-1] in config.eos_token_ids
                 entry = {
                     "id": name,
@@ -87,10 +80,34 @@ def generate_responses(settings: GenerateSettings) -> Iterator[dict[str, Any]]:
             yield {"responses": done, "of": len(prompts), "tokens_per_second": round(rate, 1)}
 
 
+def respond(
+    config: TargetConfig,
+    params: Params,
+    prompts: list[list[int]],
+    key: jax.Array,
+    max_tokens: int,
+    temperature: float,
+    rows: int | None = None,
+) -> list[list[int]]:
+    """The target's response to each prompt, its stop token included. `rows`: pad the batch to."""
+    tokens, lengths = _pad(prompts, rows or len(prompts))
+    responses = _generate(
+        config,
+        params,
+        tokens,
+        lengths,
+        key,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        stop_ids=config.eos_token_ids,
+    )
+    own = np.asarray(responses)[: len(prompts)]
+    return [[int(token) for token in row if token >= 0] for row in own]
+
+
 def _wanted_prompts(settings: GenerateSettings) -> list[tuple[Any, list[int]]]:
     """(id, prompt token ids) of the prompts that the output lacks."""
-    tokenizer = Tokenizer.from_file(str(settings.target / "tokenizer.json"))
-    template = _chat_template(settings.target)
+    chat = Chat(settings.target)
     known = set()
     if settings.output.exists():
         known = {json.loads(line)["id"] for line in settings.output.read_text().splitlines()}
@@ -102,12 +119,26 @@ def _wanted_prompts(settings: GenerateSettings) -> list[tuple[Any, list[int]]]:
         if not isinstance(row.get("prompt"), str):
             raise ValueError(f"{settings.prompts}:{number + 1}: prompt is missing or not text")
         name = row.get("id", number)
-        messages = [{"role": "user", "content": row["prompt"]}]
-        text = template.render(messages=messages, add_generation_prompt=True)
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        ids = chat.ids(row["prompt"])
         if name not in known and len(ids) <= settings.max_prompt_tokens:
             wanted.append((name, ids))
     return wanted
+
+
+class Chat:
+    """A target's tokenizer and chat template."""
+
+    def __init__(self, target: Path) -> None:
+        """Raises ValueError where the target has no template."""
+        self._tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+        self._template = _chat_template(target)
+
+    def ids(self, prompt: str) -> list[int]:
+        """Token ids of one user turn, up to where the answer begins."""
+        messages = [{"role": "user", "content": prompt}]
+        text = self._template.render(messages=messages, add_generation_prompt=True)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 def _chat_template(target: Path) -> Any:
@@ -187,6 +218,11 @@ def generate_batch(
     start = (jnp.int32(0), cache, last, empty, jnp.ones(batch, bool))
     response: jax.Array = jax.lax.while_loop(more, advance, start)[3]
     return response
+
+
+_generate = jax.jit(
+    generate_batch, static_argnames=("config", "max_tokens", "temperature", "stop_ids")
+)
 
 
 def _decode(

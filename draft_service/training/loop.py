@@ -1,6 +1,7 @@
 """The training loop: AdamW steps, checkpoints that resume exactly, progress, validation.
 
-OUTPUT/checkpoint.npz   params, optimiser state, step, seconds; replaced atomically
+OUTPUT/checkpoint.npz   params, optimiser state, scale of features, step, seconds; replaced
+                        atomically
 OUTPUT/log.jsonl        one JSON object per report
 """
 
@@ -113,6 +114,9 @@ class Trainer:
                         f" needs {old.shape}; choose another output or delete the checkpoint"
                     )
             params, optimiser = jax.tree.unflatten(structure, [jnp.asarray(x) for x in loaded])
+            # fc was trained on features of this scale; more captured sequences would change it
+            scale = jnp.asarray(saved["feature_scale"])
+            self.frozen = self.frozen._replace(feature_scale=scale)
             self.state = TrainState(params, optimiser, int(saved["step"]), float(saved["seconds"]))
         return True
 
@@ -121,6 +125,7 @@ class Trainer:
         arrays = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
         self.recipe.output.mkdir(parents=True, exist_ok=True)
         partial_path = self.checkpoint_path.with_name("checkpoint.partial.npz")
+        arrays["feature_scale"] = np.asarray(self.frozen.feature_scale)
         arrays["step"], arrays["seconds"] = np.array(self.state.step), np.array(self.state.seconds)
         np.savez(partial_path, allow_pickle=False, **arrays)
         partial_path.replace(self.checkpoint_path)

@@ -28,6 +28,8 @@ class HeadRecipe(_Section):
     boundaries: tuple[int, ...] | None = Field(default=None, description="None: {2, n//2, n-3}")
     warm_start: bool = True
     """Start layers from the target's last one; otherwise from scaled normal noise."""
+    init_from: Path | None = None
+    """Start from the head in this directory instead; its draft vocabulary is taken over."""
 
 
 class DataRecipe(_Section):
@@ -103,6 +105,8 @@ def load_recipe(path: Path, overrides: dict[str, object] | None = None) -> Recip
         *parents, leaf = name.split(".")
         for parent in parents:
             section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise RecipeError(f"{path}: {name}: {parent} is {section!r} and has no fields")
         section[leaf] = value
     try:
         return Recipe.model_validate(raw)

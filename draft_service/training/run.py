@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from common.types import Int32Array
 from draft_service.training.dataset import (
     DraftVocabulary,
     Sample,
+    check_vocabulary,
     choose_vocabulary,
     read_samples,
     split_validation,
@@ -21,7 +23,10 @@ from draft_service.training.dataset import (
 from draft_service.training.export import export_head
 from draft_service.training.features import CacheMeta, FeatureCache, capture, digest_of
 from draft_service.training.loop import Report, Trainer, write_log
+from draft_service.training.loss import Frozen
+from draft_service.training.network import HeadShape, Params
 from draft_service.training.recipe import Recipe
+from draft_service.training.take_over import GivenHead
 from draft_service.training.target_states import make_target_states
 from draft_service.training.warm_start import (
     FINAL_NORM,
@@ -97,6 +102,8 @@ def prepare(recipe: Recipe, report: Report) -> Run:
     samples = read_samples(recipe.data.responses, recipe.data.limit)
     cache = open_cache(recipe, target, samples)
     training, validation = split_validation(len(samples), recipe.data.num_validation)
+    # of all, captured or not: a vocabulary must not change while capture goes on
+    responses = [samples[i].response for i in training]
     done = cache.done()
     training, validation = np.intersect1d(training, done), np.intersect1d(validation, done)
     if not training.size or not validation.size:
@@ -104,13 +111,9 @@ def prepare(recipe: Recipe, report: Report) -> Run:
             f"data.cache: {cache.directory} holds states of {done.size} sequences only; capture"
             " must come first"
         )
-    responses = [samples[i].response for i in training]
-    vocabulary = choose_vocabulary(
-        responses, recipe.head.draft_vocab_size, target.config.vocab_size
-    )
     shape = head_shape(target.config, recipe.head, recipe.optimiser.matmul_dtype)
-    frozen = frozen_tables(target, vocabulary, feature_rms(cache, training))
-    params = initial_params(shape, target, frozen, recipe.head, recipe.optimiser.seed)
+    rms = feature_rms(cache, training)
+    vocabulary, frozen, params = _start(recipe, target, shape, responses, rms)
     held_out = vocabulary.share_of(samples[i].response for i in validation)
     report(
         {
@@ -125,8 +128,31 @@ def prepare(recipe: Recipe, report: Report) -> Run:
     return Run(recipe, target, vocabulary, trainer)
 
 
+def _start(
+    recipe: Recipe,
+    target: Target,
+    shape: HeadShape,
+    responses: list[Int32Array],
+    rms: npt.NDArray[np.float32],
+) -> tuple[DraftVocabulary, Frozen, Params]:
+    """The head before its first step: from the target, or from `head.init_from`."""
+    if recipe.head.init_from is None:
+        vocabulary = choose_vocabulary(
+            responses, recipe.head.draft_vocab_size, target.config.vocab_size
+        )
+        frozen = frozen_tables(target, vocabulary, rms)
+        seed = recipe.optimiser.seed
+        return vocabulary, frozen, initial_params(shape, target, frozen, recipe.head, seed)
+    given = GivenHead.load(recipe.head.init_from, recipe.target, target.config.boundaries)
+    given.check(shape, target.config, recipe.head.draft_vocab_size)
+    vocabulary = given.vocabulary(responses)
+    frozen = given.frozen(frozen_tables(target, vocabulary, rms))
+    return vocabulary, frozen, given.initial_params(shape, frozen)
+
+
 def open_cache(recipe: Recipe, target: Target, samples: list[Sample]) -> FeatureCache:
     """The cache that the recipe names, checked against target and data."""
+    check_vocabulary(samples, target.config.vocab_size)
     meta = CacheMeta(
         target_sha256=hashlib.sha256(target.tensor(FINAL_NORM).tobytes()).hexdigest(),
         data_sha256=digest_of(samples),

@@ -79,7 +79,7 @@ class Target:
 def head_shape(config: TargetConfig, recipe: HeadRecipe, matmul_dtype: str) -> HeadShape:
     """A head as wide as the target."""
     inner = recipe.intermediate_size or config.mlp_size
-    if recipe.warm_start and inner != config.mlp_size:
+    if recipe.warm_start and recipe.init_from is None and inner != config.mlp_size:
         raise ValueError(
             f"head.intermediate_size: {inner} differs from the target's {config.mlp_size}; a warm"
             " start needs them equal (set head.warm_start: false)"

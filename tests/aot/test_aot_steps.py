@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from jax.sharding import Mesh
 
 pytest.importorskip("libtpu", reason="the compiler for TPU; pip install '.[tpu]'")
 
 from benchmarks import programs, steps
-from benchmarks.aot import Program, compile_for, mesh_for
+from benchmarks.aot import compile_for, mesh_for
 from kernels.chips import CHIPS
 
 pytestmark = pytest.mark.aot
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.aot
 SMOLLM2, LLAMA_ON_4, *_ = steps.SERVED
 
 
-def check(step: steps.Step, program: Program) -> None:
+def check(step: steps.Step, mesh: Mesh) -> None:
+    call = step.call
+    program = compile_for(mesh, call.function, call.arguments, donate=call.donate)
     assert program.operations("custom-call")
     assert program.alias_bytes >= step.pages_bytes
     assert program.temp_bytes <= step.temp_limit_bytes, "pages or weights are copied"
@@ -33,25 +36,18 @@ def check(step: steps.Step, program: Program) -> None:
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_verify_step_on_one_chip(chip: str) -> None:
     step = steps.verify(SMOLLM2.with_layers(4), CHIPS[chip], None)
-    program = compile_for(
-        mesh_for(CHIPS[chip]), step.call.function, step.call.arguments, donate=(0,)
-    )
-    check(step, program)
+    check(step, mesh_for(CHIPS[chip]))
 
 
 def test_verify_step_split_over_four_chips() -> None:
     mesh = mesh_for(CHIPS["v5e"], 4)
     step = steps.verify(LLAMA_ON_4.with_layers(3), CHIPS["v5e"], mesh)
-    program = compile_for(mesh, step.call.function, step.call.arguments, donate=(0,))
-    check(step, program)
+    check(step, mesh)
 
 
 def test_draft_step() -> None:
     step = steps.draft(SMOLLM2, CHIPS["v5e"])
-    program = compile_for(
-        mesh_for(CHIPS["v5e"]), step.call.function, step.call.arguments, donate=(0,)
-    )
-    check(step, program)
+    check(step, mesh_for(CHIPS["v5e"]))
 
 
 def test_split_sampling_exchanges_no_logits() -> None:

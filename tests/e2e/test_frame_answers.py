@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from benchmarks.lossless import MARGIN, compare, first_difference
 from benchmarks.prompts import GOLDENS, Conversation, read_conversations
 from canopy.client import Client
-from canopy.results import Chunk, FinishReason, Message, Options
+from canopy.results import Chunk, FinishReason, Generation, Message, Options
 
 pytestmark = pytest.mark.e2e
 
@@ -173,3 +175,47 @@ def test_traced_trees_explain_every_token(client: Client) -> None:
         emitted.append(played.bonus_token)
         assert len(played.texts) == len(played.tokens)
     assert first_difference(tuple(emitted[:32]), answer.token_ids) is None
+
+
+MIXED_OPTIONS = [
+    Options(repetition_penalty=1.3, presence_penalty=0.4),
+    Options(temperature=0.8, seed=11, frequency_penalty=0.7, top_p=0.95),
+    Options(logit_bias={198: -100.0, 260: 2.0}, logprobs=True, top_logprobs=5),
+    Options(min_tokens=20, temperature=1.0, seed=3, top_k=50),
+    Options(),
+]
+
+
+def test_options_mixed_in_a_batch_give_the_same_tokens_with_trees_and_without(
+    client: Client,
+) -> None:
+    def answer(options: Options, speculation: bool) -> Generation:
+        return client.generate(
+            QUESTION,
+            dataclasses.replace(
+                options,
+                max_tokens=32,
+                token_ids=True,
+                pick_margins=True,
+                speculation=speculation,
+            ),
+        )
+
+    with ThreadPoolExecutor(2 * len(MIXED_OPTIONS)) as pool:
+        trees = [pool.submit(answer, options, True) for options in MIXED_OPTIONS]
+        roots = [pool.submit(answer, options, False) for options in MIXED_OPTIONS]
+        pairs = [(a.result(), b.result()) for a, b in zip(trees, roots, strict=True)]
+    for options, (ours, theirs) in zip(MIXED_OPTIONS, pairs, strict=True):
+        found = compare(0, "root_only", ours, theirs.token_ids, theirs.pick_margins)
+        assert found is None or found.margin < MARGIN, found
+        assert len(ours.logprobs) == (len(ours.token_ids) if options.logprobs else 0)
+        assert len(ours.token_ids) >= (options.min_tokens or 0)
+    biased, plain = pairs[2][0], pairs[4][0]
+    assert 198 not in biased.token_ids
+    assert biased.token_ids != plain.token_ids
+    for token, logprob, top in zip(
+        biased.token_ids, biased.logprobs, biased.top_logprobs, strict=True
+    ):
+        assert len(top) == 5
+        assert logprob <= top[0][1] <= 0.0
+        assert dict(top).get(token, logprob) == pytest.approx(logprob, abs=1e-5)

@@ -79,9 +79,18 @@ CASES: dict[str, tuple[pb.GenerateRequest, str, str]] = {
         "stop_token_ids",
     ),
     "several_choices": (pb.GenerateRequest(text=TEXT, n=2), UNIMPLEMENTED, "n"),
-    "logprobs": (pb.GenerateRequest(text=TEXT, logprobs=True), UNIMPLEMENTED, "logprobs"),
-    "penalty": (sampling(presence_penalty=1), UNIMPLEMENTED, "sampling.presence_penalty"),
-    "min_tokens": (sampling(min_tokens=4), UNIMPLEMENTED, "sampling.min_tokens"),
+    "top_logprobs_too_many": (
+        pb.GenerateRequest(text=TEXT, logprobs=True, top_logprobs=21),
+        INVALID,
+        "top_logprobs",
+    ),
+    "penalty_too_large": (sampling(presence_penalty=3), INVALID, "sampling.presence_penalty"),
+    "bias_beyond_vocabulary": (sampling(logit_bias={10**6: 1}), INVALID, "sampling.logit_bias"),
+    "min_tokens_above_max": (
+        pb.GenerateRequest(text=TEXT, max_tokens=3, sampling=SamplingParams(min_tokens=4)),
+        INVALID,
+        "sampling.min_tokens",
+    ),
 }
 
 

@@ -23,7 +23,7 @@ QUESTIONS = ("What are {}?", "Write a short poem about {}.", "Why do people like
 def canopy(*arguments: str, directory: Path) -> list[dict[str, object]]:
     """The command's JSON lines."""
     done = subprocess.run(
-        [sys.executable, "-m", "canopy.cli", *arguments],
+        [sys.executable, "-m", "canopy", *arguments],
         cwd=directory,
         env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""},
         capture_output=True,

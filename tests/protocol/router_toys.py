@@ -32,6 +32,11 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def toy_logprob(token: int) -> float:
+    """What the toy says of a pick."""
+    return -token / 8
+
+
 @dataclass
 class ToyVerifySequence:
     epoch: int
@@ -40,6 +45,8 @@ class ToyVerifySequence:
     max_total_tokens: int
     stop_token_ids: frozenset[int]
     wants_features: bool
+    logprobs: bool = False
+    top_logprobs: int = 0
     results: dict[int, verify_pb2.VerifyResult] = field(default_factory=dict)
     next_feature: int = 0
     window_start: int = 0
@@ -53,6 +60,7 @@ class ToyVerify:
         self.closed: dict[bytes, int] = {}
         self.window_tokens = window_tokens
         self.num_opens = 0
+        self.last_open = verify_pb2.VerifyOpen()
         self.num_rounds = 0
 
     def crash(self) -> None:
@@ -118,7 +126,10 @@ class ToyVerify:
             max_total_tokens=body.max_total_tokens,
             stop_token_ids=frozenset(body.stop_token_ids),
             wants_features=body.wants_features,
+            logprobs=body.logprobs,
+            top_logprobs=body.top_logprobs,
         )
+        self.last_open = body
         self.num_opens += 1
         state = self._state(command, sequence)
         root = types_pb2.DraftTree(tokens=[body.tokens[-1]], parents=[0], scores=[0.0])
@@ -200,6 +211,14 @@ class ToyVerify:
             pick_margins=[1.0] * len(emitted),
             num_nodes=len(tree.tokens),
             accepted_nodes=accepted,
+            logprobs=[toy_logprob(t) for t in emitted] if sequence.logprobs else [],
+            top_logprobs=[
+                types_pb2.TokenLogprobs(
+                    tokens=range(t, t + sequence.top_logprobs),
+                    logprobs=[toy_logprob(t)] * sequence.top_logprobs,
+                )
+                for t in (emitted if sequence.top_logprobs else [])
+            ],
             step_seconds=0.001,
         )
         sequence.tokens += emitted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,18 +84,21 @@ async def router_world(
     *,
     with_draft: bool = True,
     start_draft: bool = True,
+    more_verify: Sequence[Host] = (),
+    more_draft: Sequence[Host] = (),
     **settings: Any,
 ) -> AsyncIterator[World]:
     """Everything up, and everything down again; at the end no sequence is left on either peer."""
-    await verify.start()
-    await draft.start()
+    hosts = [verify, draft, *more_verify, *more_draft]
+    for host in hosts:
+        await host.start()
     if not start_draft:
         await draft.stop()
     settings = SETTINGS | settings
     config = RouterConfig(
         model=model,
-        verify=verify.address,
-        draft=draft.address if with_draft else "",
+        verify=tuple(host.address for host in (verify, *more_verify)),
+        draft=tuple(host.address for host in (draft, *more_draft) if with_draft),
         **settings,
     )
     metrics = Metrics("router")
@@ -114,8 +117,8 @@ async def router_world(
         finally:
             await service.stop()
             await server.stop(None)
-            await verify.stop()
-            await draft.stop()
+            for host in hosts:
+                await host.stop()
 
 
 async def until(condition: Any, seconds: float = 10.0) -> None:

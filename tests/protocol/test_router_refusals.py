@@ -99,6 +99,13 @@ INVALID = [
     ({"text": "hi", "request_id": "x" * 129}, "request_id", ["129 characters", "at most 128"]),
     ({"text": "hi", "request_id": "a\nb"}, "request_id", ["printable"]),
     ({"text": "hi", "n": 0}, "n", ["0 choices", "send 1"]),
+    (sampling(frequency_penalty=-2.5), "sampling.frequency_penalty", ["-2.5", "[-2, 2]"]),
+    (sampling(repetition_penalty=0.0), "sampling.repetition_penalty", ["0.0", "(0, 10]"]),
+    (sampling(logit_bias={300: 1.0}), "sampling.logit_bias", ["token 300", "[0, 300)"]),
+    (sampling(logit_bias={3: 101.0}), "sampling.logit_bias[3]", ["101.0", "[-100, 100]"]),
+    (sampling(min_tokens=4) | {"max_tokens": 3}, "sampling.min_tokens", ["4 is above", "3"]),
+    ({"text": "hi", "logprobs": True, "top_logprobs": 21}, "top_logprobs", ["21", "[0, 20]"]),
+    ({"text": "hi", "top_logprobs": 2}, "top_logprobs", ["without logprobs"]),
 ]
 
 
@@ -121,13 +128,6 @@ async def test_invalid_argument_names_field_value_limit_and_remedy(
 
 UNBUILT = [
     ({"text": "hi", "n": 2}, "n", "send n requests"),
-    ({"text": "hi", "logprobs": True}, "logprobs", "leave it unset"),
-    ({"text": "hi", "top_logprobs": 3}, "top_logprobs", "leave it unset"),
-    (sampling(presence_penalty=0.5), "sampling.presence_penalty", "leave it unset, or at 0.0"),
-    (sampling(frequency_penalty=-1.0), "sampling.frequency_penalty", "or at 0.0"),
-    (sampling(repetition_penalty=1.1), "sampling.repetition_penalty", "or at 1.0"),
-    (sampling(logit_bias={3: 1.0}), "sampling.logit_bias", "leave it empty"),
-    (sampling(min_tokens=4), "sampling.min_tokens", "leave it unset"),
 ]
 
 
@@ -305,7 +305,7 @@ async def test_a_verify_that_comes_back_with_another_model_is_left_out(world: Wo
     await world.verify.stop()
     set_field(world.verify, "target.weights_hash", "new")
     await world.verify.start()
-    await until(lambda: world.service.core.verify.peer.misfit)
+    await until(lambda: world.service.core.fleet.peers[0].misfit)
     assert not world.health.serving
     error, _ = await refusal(world, text="hi")
     assert error.code() is CODE.UNAVAILABLE
@@ -318,7 +318,7 @@ async def test_a_draft_that_comes_back_with_another_head_is_left_out(world: Worl
     await world.draft.stop()
     set_field(world.draft, "features.boundaries", [7])
     await world.draft.start()
-    await until(lambda: world.service.core.draft.peer.misfit)
+    await until(lambda: world.service.core.fleet.peers[1].misfit)
     assert world.health.serving
     answer = await world.generate(text="hi", max_tokens=8)
     assert answer.completion.speculation.num_accepted == 0

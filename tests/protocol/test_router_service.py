@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from canopy.v1 import generation_pb2, types_pb2
-from tests.protocol.router_toys import continuation
+from tests.protocol.router_toys import continuation, toy_logprob
 from tests.protocol.router_world import Answer, World, collect, router_world, simulated_peers, until
 from tests.unit.router_tiny import EOS, IM_END, write_model
 
@@ -185,6 +185,39 @@ async def test_a_stop_string_ends_the_text_before_it(world: World) -> None:
         assert answer.completion.stop_string == stop
         assert answer.completion.finish_reason == generation_pb2.FINISH_REASON_STOP
         assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
+
+
+async def test_no_stop_string_is_looked_for_within_the_least_length(world: World) -> None:
+    whole = await world.generate(**request())
+    stop = whole.text[2:5]
+    sampling = types_pb2.SamplingParams(min_tokens=20)
+    answer = await world.generate(**request(stop=[stop], sampling=sampling))
+    assert whole.text.index(stop) == 2
+    assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
+    assert len(answer.token_ids) > 20
+
+
+async def test_sampling_options_reach_verify_and_logprobs_come_back(world: World) -> None:
+    sampling = types_pb2.SamplingParams(
+        presence_penalty=0.5,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.5,
+        logit_bias={7: -2.0, 3: 1.0},
+        min_tokens=2,
+        seed=1,
+    )
+    options = {"logprobs": True, "top_logprobs": 3, "max_tokens": 7, "sampling": sampling}
+    answer = await world.generate(**request(**options))
+    opened = world.verify_simulator.toy.last_open
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"):
+        assert getattr(opened.sampling, name) == getattr(sampling, name)
+    assert opened.sampling.logit_bias == sampling.logit_bias
+    assert (opened.logprobs, opened.top_logprobs) == (True, 3)
+    logprobs = [value for chunk in answer.chunks for value in chunk.logprobs]
+    assert logprobs == [toy_logprob(token) for token in answer.token_ids]  # cut with the tokens
+    top = [place for chunk in answer.chunks for place in chunk.top_logprobs]
+    assert [place.tokens[0] for place in top] == answer.token_ids
+    assert all(len(place.tokens) == len(place.logprobs) == 3 for place in top)
 
 
 async def test_no_chunk_holds_a_broken_character(world: World) -> None:

@@ -175,12 +175,12 @@ async def test_malformed_commands_are_errors_of_their_own_and_the_stream_lives(
         return verify_pb2.VerifyTree(round=1, kv_len=3, tree=types_pb2.DraftTree(**fields))
 
     good, ids = secrets.token_bytes(16), [secrets.token_bytes(16) for _ in range(8)]
-    penalty = types_pb2.SamplingParams(presence_penalty=0.5)
+    penalty = types_pb2.SamplingParams(presence_penalty=2.5)
     unseeded = types_pb2.SamplingParams(temperature=0.7)
     bad = [
         (open_command(b"abc"), "INVALID", "sequence_id: 3 bytes; must be 16"),
         (verify_pb2.VerifyCommand(sequence_id=ids[1], epoch=1), "INVALID", "command: none"),
-        (open_command(ids[2], sampling=penalty), "UNIMPLEMENTED", "presence_penalty: 0.5"),
+        (open_command(ids[2], sampling=penalty), "INVALID", "presence_penalty: 2.5"),
         (open_command(ids[3], sampling=unseeded), "INVALID", "sampling.seed: unset"),
         (open_command(ids[4], choice_index=1), "UNIMPLEMENTED", "choice_index: 1"),
         (open_command(ids[5], tokens=[VOCAB]), "INVALID", "tokens: one is outside"),

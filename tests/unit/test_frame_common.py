@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,7 +18,8 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationError, field_validator
 
 from common.config import IntList, ServiceConfig
-from common.errors import ConfigError, StartupError, exit_with_one_line
+from common.entry import run_program, stoppable
+from common.errors import ConfigError, StartupError
 from common.log import get_logger, set_up_logging
 from common.metrics import Metrics, integer_buckets, power_buckets
 from common.tensors import FeatureDtype, FeaturePiece, join_piece, split_rows
@@ -123,8 +127,40 @@ def test_startup_error_becomes_one_line_and_its_exit_code(
     def fail() -> int:
         raise StartupError("model: no file\n  config.json")
 
-    assert exit_with_one_line("canopy", fail) == 1
+    assert run_program("canopy", fail) == 1
     assert capsys.readouterr().err == "canopy: model: no file config.json\n"
+
+
+def test_parent_hears_of_a_failure_on_stdout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> int:
+        raise ConfigError("port: too high")
+
+    monkeypatch.setattr("sys.argv", ["router", "--parent-pid", "7"])
+    assert run_program("canopy serve router", fail) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"event": "failed", "reason": "port: too high"}
+    assert said.err == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stoppable_code_gives_back_what_it_has(number: signal.Signals, code: int) -> None:
+    given_back = []
+
+    def run() -> int:
+        with stoppable():
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(10)
+            finally:
+                given_back.append(True)
+        return 0
+
+    before = signal.getsignal(number)
+    assert run_program("canopy", run) == code
+    assert given_back
+    assert signal.getsignal(number) is before
 
 
 @pytest.fixture

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +191,26 @@ def test_random_parameters_have_the_shapes_of_the_module(tmp_path: Path) -> None
     assert hidden.shape == (5, 24)
     assert block_kv.shape == (8, 5, 2, 12)
     assert features.shape == (5, 72)
+
+
+def test_a_hugging_face_id_names_the_snapshot_in_the_hubs_cache(tmp_path: Path) -> None:
+    """Offline, as the library's own rules have it: what is cached is found, and nothing else."""
+    kept = tmp_path / "models--owner--tiny-llama"
+    (kept / "snapshots" / "abc123").mkdir(parents=True)
+    write_config(kept / "snapshots" / "abc123")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("abc123")
+    code = (
+        "from models.hub import resolve_model; from models.identity import _model_name;"
+        "found = resolve_model('owner/tiny-llama'); print(found, _model_name(found));"
+        "resolve_model('owner/other')"
+    )
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.stdout == f"{kept / 'snapshots' / 'abc123'} tiny-llama\n", done.stderr
+    assert "FetchError: owner/other: could not be downloaded" in done.stderr
 
 
 def test_only_directories_and_ids_name_models(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_settings_from_flags(tmp_path: Path) -> None:
     )
     assert config.default_tree.max_nodes == 9
     assert config.served_name == tmp_path.name
-    assert config.draft == ""
+    assert config.draft == ()
 
 
 @pytest.mark.parametrize(

@@ -63,3 +63,11 @@ def test_prompt_lookup_rounds_emit_the_whole_text_once() -> None:
     assert 1 + sum(accepted + 1 for accepted, _ in rounds) == len(text)
     assert rounds[:4] == [(0, 0), (0, 0), (0, 0), (0, 0)]  # nothing seen before yet
     assert rounds[4] == (3, 3)
+
+
+def test_prompt_lookup_finds_what_only_the_prompt_says() -> None:
+    answer = [9, 1, 2, 3, 4, 5]
+    alone = lookup_rounds(answer, max_draft=4)
+    assert [accepted for accepted, _ in alone] == [0, 0, 0, 0, 0]
+    told = lookup_rounds(answer, max_draft=4, prompt=[7, 9, 1, 2, 3, 4, 8])
+    assert told == [(4, 4)]

@@ -30,7 +30,8 @@ CONFIG = EngineConfig(
 def prefill(slot: int, length: int, kv_len: int, pages: list[int]) -> SequenceWork:
     tokens = np.array([(7 * i) % 61 for i in range(length)], np.int32)
     return SequenceWork(
-        slot=slot, tokens=tokens, parents=np.arange(-1, length - 1, dtype=np.int32), num_causal=length,
+        slot=slot, tokens=tokens, parents=np.arange(-1, length - 1, dtype=np.int32),
+        num_causal=length,
         kv_len=kv_len, page_ids=np.array(pages, np.int32), samples=True, wants_features=True,
         sampling=SamplingParams(temperature=0.0), stop_tokens=(),
     )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Penalties, biases, least lengths and token masks, on logits before they are filtered."""

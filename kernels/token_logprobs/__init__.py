@@ -1,0 +1,1 @@
+"""Log-probabilities of picked tokens, and of the likeliest ones beside them."""

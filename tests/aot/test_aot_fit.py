@@ -1,0 +1,55 @@
+"""The verify step split over a slice, by the real compiler: what it holds and what it sends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("libtpu", reason="the compiler for TPU; pip install '.[tpu]'")
+
+from benchmarks import aot
+from benchmarks.fit import Load, compile_step
+from benchmarks.model_configs import CONFIGS, named_config
+from kernels.chips import CHIPS
+from models.config import MODEL_AXIS
+
+pytestmark = pytest.mark.aot
+
+LOAD = Load(context=4096, batch=4, nodes=8, rows=32, page_size=128)
+NUM_LAYERS, VOCAB = 2, 4096
+
+
+def test_split_step_sends_two_sums_a_layer_and_copies_no_pages() -> None:
+    target = dataclasses.replace(
+        named_config("llama-3.1-8b", jnp.bfloat16, boundaries=[1]),
+        num_layers=NUM_LAYERS,
+        windows=(None,) * NUM_LAYERS,
+        hidden_size=1024,
+        num_heads=8,
+        num_kv_heads=2,  # fewer than chips: each lies on two
+        mlp_size=2048,
+        vocab_size=VOCAB,
+    ).with_shards(4)
+    mesh = aot.mesh_of("v5e:2x2", MODEL_AXIS)
+    step = compile_step(target, CHIPS["v5e"], mesh, LOAD, num_pages=512)
+    sums = step.program.collectives()
+    assert sums["all-reduce"]["count"] == 2 * NUM_LAYERS + 1
+    assert sums["all-reduce"]["bytes"] == (2 * NUM_LAYERS + 1) * 32 * 1024 * 2
+    assert sums["all-gather"] == {"count": 1, "bytes": 32 * VOCAB * 4}
+    assert set(sums) == {"all-reduce", "all-gather"}
+    assert step.program.alias_bytes >= step.pages
+    assert step.program.temp_bytes < step.pages / 4, "pages or weights are copied"
+    assert step.peak < 1.1 * (step.weights + step.pages)
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_every_listed_model_is_read_and_split(model: str) -> None:
+    target = named_config(model, jnp.bfloat16)
+    assert target.with_shards(2).num_shards == 2
+
+
+def test_unknown_slices_are_refused() -> None:
+    with pytest.raises(ValueError, match="chip: 'v5e:7x9' is no slice"):
+        aot.mesh_of("v5e:7x9", MODEL_AXIS)

@@ -1,0 +1,73 @@
+"""What the device remembers of sequences for penalties and biases, slot by slot, and when it is
+right.
+
+The state of a slot is a function of the sequence's committed rows, like its KV pages: steps count
+the tokens they commit. A sequence that did not pass through its slot row by row (it is new there,
+was cut back, or began with pages of others) has its slot set from the host first. Sequences without
+such options cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from kernels.adjust_logits.api import empty_state, seen_row
+from kernels.adjust_logits.types import SlotState
+from models.sharding import WHOLE_SPEC
+from verify_service.step import SequenceOutcome, SequenceWork, TokenHistory
+
+
+def _set(state: SlotState, slot: jax.Array, seen: jax.Array, bias: jax.Array) -> SlotState:
+    return SlotState(state.seen.at[slot].set(seen), state.bias.at[slot].set(bias))
+
+
+class Slots:
+    """`state` belongs to whoever runs steps: a step takes it and gives the next one back."""
+
+    def __init__(self, num_slots: int, vocab_size: int, mesh: Mesh | None) -> None:
+        self.state = empty_state(num_slots, vocab_size)
+        if mesh is not None:
+            self.state = jax.device_put(self.state, NamedSharding(mesh, WHOLE_SPEC))
+        self._vocab_size = vocab_size
+        self._known: dict[int, tuple[TokenHistory, int]] = {}  # slot -> whose, and its rows so far
+        seen, bias = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, np.float32)
+        lowered = jax.jit(_set, donate_argnums=(0,)).lower(self.state, np.int32(0), seen, bias)
+        self._set: Any = lowered.compile()
+
+    def prepare(self, works: Sequence[SequenceWork]) -> None:
+        """Before a step: sets the slots that do not stand where their sequence stands."""
+        for work in works:
+            if not work.needs_slot:
+                continue
+            assert work.history is not None  # validated with the work
+            if self._known.pop(work.slot, None) != (work.history, work.kv_len):
+                self._upload(work, work.history)
+
+    def note(self, works: Sequence[SequenceWork], outcomes: Sequence[SequenceOutcome]) -> None:
+        """After a step. Without it, as when a step failed, slots are set again."""
+        for work, outcome in zip(works, outcomes, strict=True):
+            if work.needs_slot and work.history is not None:
+                self._known[work.slot] = (work.history, work.kv_len + outcome.num_committed)
+
+    def _upload(self, work: SequenceWork, history: TokenHistory) -> None:
+        prompt = np.array(history.tokens[: history.num_prompt_tokens], np.int32)
+        answer = np.array(history.tokens[history.num_prompt_tokens : work.kv_len], np.int32)
+        bias = np.zeros(self._vocab_size, np.float32)
+        for token, value in work.sampling.logit_bias:
+            bias[token] = value
+        seen = seen_row(prompt, answer, self._vocab_size)
+        self.state = SlotState(*self._set(self.state, np.int32(work.slot), seen, bias))
+
+
+def root_nodes(node_parents: jax.Array, node_sequence: jax.Array, batch: int) -> jax.Array:
+    """int32 [B]: each sequence's root among the nodes; -1 without one."""
+    nodes = jnp.arange(node_parents.shape[0], dtype=jnp.int32)
+    is_root = (node_parents < 0) & (node_sequence >= 0)
+    place = jnp.where(is_root, node_sequence, batch)
+    return jnp.full((batch,), -1, jnp.int32).at[place].set(nodes, mode="drop")
