@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.chips import CHIPS, Chip
 
-LARGER_TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
-"""Where the smallest topology has one chip: names with four."""
+LARGER_TOPOLOGIES = {"v5e": ("v5e:2x2", "v5e:2x4"), "v6e": ("v6e:2x2", "v6e:2x4")}
+"""Where the smallest topology has one chip: names with four and with eight."""
 
 
 WHOLE = PartitionSpec()  # type: ignore[no-untyped-call]
@@ -68,14 +68,21 @@ class Program:
         """Lines of optimised HLO whose operation is `name`, e.g. "sort", "copy", "all-gather"."""
         return re.findall(rf"^.* = .*? {name}\(.*$", self.text, re.MULTILINE)
 
-    def largest_result(self, name: str) -> int:
-        """Elements of the largest array that an operation `name` makes; 0 without one."""
-        largest = 0
+    def result_shapes(self, name: str, *, in_hbm: bool = False) -> list[tuple[int, ...]]:
+        """Shapes of all arrays that operations `name` make; `in_hbm`: but for those in VMEM, which
+        are fetched there to be used."""
+        shapes: list[tuple[int, ...]] = []
         for line in self.operations(name):
             result = line.split(" = ", 1)[1].split(f" {name}(", 1)[0]
-            for dims in re.findall(r"\w+\[([\d,]*)\]", result):
-                largest = max(largest, int(np.prod([int(d) for d in dims.split(",") if d] or [1])))
-        return largest
+            if in_hbm and "S(1)" in result:
+                continue
+            arrays = re.findall(r"\w+\[([\d,]*)\]", result)
+            shapes += [tuple(int(d) for d in dims.split(",") if d) for dims in arrays]
+        return shapes
+
+    def largest_result(self, name: str) -> int:
+        """Elements of the largest array that an operation `name` makes; 0 without one."""
+        return max((int(np.prod(s)) for s in self.result_shapes(name)), default=0)
 
 
 COLLECTIVES = (
@@ -118,7 +125,8 @@ def mesh_for(chip: Chip, num_devices: int = 1) -> Mesh:
     """A mesh ("model",) of `num_devices` devices of `chip`, none of them present."""
     name = chip.topology
     if num_devices > 1:
-        name = LARGER_TOPOLOGIES.get(chip.name, name)
+        four, eight = LARGER_TOPOLOGIES.get(chip.name, (name, name))
+        name = four if num_devices <= 4 else eight
     devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     if len(devices) < num_devices:
         raise ValueError(f"num_devices: {name} has {len(devices)}, not {num_devices}")

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.aot import WHOLE, Argument
 from kernels.backend import Backend
@@ -240,6 +241,33 @@ def acceptance(model: Model, chip: Chip | None = None, *, masked: bool = False) 
         function=call,
         arguments=[logits, *columns, *params, Argument((batch, 4), I32), *mask],
     )
+
+
+def split_acceptance(model: Model, mesh: Mesh) -> Call:
+    """Sampling and walk with the vocabulary split over `mesh`'s only axis."""
+    (axis,) = mesh.axis_names
+
+    def call(logits: Any, *rest: Any) -> Any:
+        tokens, parents, positions, owner, *params, stops = rest
+        return sample_and_accept(
+            logits,
+            tokens,
+            parents,
+            positions,
+            owner,
+            SamplerParams(*params),
+            stops,
+            max_depth=8,
+            vocab_axis=axis,
+            backend=Backend.XLA,
+        )
+
+    whole = acceptance(model)
+    wide = PartitionSpec(None, axis)  # type: ignore[no-untyped-call]
+    logits = Argument((model.rows, model.vocab_size), F32, wide)
+    specs = (wide, *[WHOLE] * (len(whole.arguments) - 1))
+    split = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=WHOLE, check_vma=False)
+    return Call(function=split, arguments=[logits, *whole.arguments[1:]])
 
 
 def tree(model: Model, pool: int = 8 + 5 * 64, backend: Backend = Backend.XLA) -> Call:

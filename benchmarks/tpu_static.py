@@ -2,6 +2,9 @@
 
 Cycles of the attention kernel's hot body per KV block, from the compiler's static schedule, over
 the cycles in which HBM brings that block; the same for jax's own ragged paged attention kernel.
+With `--kernel sample_and_accept --vocab 128256`: cycles of the sampling kernel's passes over eight
+rows of logits, over the cycles in which HBM brings them.
+
 Nothing is run: no TPU is needed, and no figure here is a measured time.
 """
 
@@ -15,6 +18,9 @@ from typing import Any
 
 from benchmarks.static_schedule import Loop, Schedule, compile_and_read
 from kernels.chips import CHIPS
+from kernels.sample_and_accept.rows import CHUNK, SMALL_CHUNK
+
+KERNELS = ("tree_attention", "sample_and_accept")
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,8 @@ class Shape:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.tpu_static", description=__doc__)
     parser.add_argument("--chip", choices=sorted(CHIPS), default="v5e")
-    parser.add_argument("--kernel", choices=["tree_attention"], default="tree_attention")
+    parser.add_argument("--kernel", choices=KERNELS, default=KERNELS[0])
+    parser.add_argument("--vocab", type=int, default=128256, help="tokens, of sample_and_accept")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
     parser.add_argument("--head-dim", type=int, default=128)
@@ -168,6 +175,44 @@ def report(chip_name: str, shape: Shape, with_jax: bool) -> dict[str, Any]:
     return result
 
 
+def compile_sampling(chip_name: str, vocab: int) -> None:
+    from benchmarks import programs
+    from benchmarks.aot import compile_for_chip
+
+    model = dataclasses.replace(programs.MODELS[0], vocab_size=vocab)
+    call = programs.acceptance(model, CHIPS[chip_name])
+    compile_for_chip(chip_name, call.function, call.arguments)
+
+
+def report_sampling(chip_name: str, vocab: int) -> dict[str, Any]:
+    """Cycles of each pass over eight rows, in the order of the kernel's code; loops that hold a
+    loop are the searches, whose figure is that of one round's rest.
+
+    `greedy`: the only pass of rows without sampling. `noise`: the one with most vector work.
+    """
+    command = ["benchmarks.tpu_static", "--chip", chip_name, "--kernel", "sample_and_accept"]
+    command += ["--vocab", str(vocab), "--compile", "ours"]
+    schedule = compile_and_read(command, "sample_rows")
+    loops = sorted([*schedule.loops(2), *schedule.loops(3)], key=lambda loop: loop.start)
+    passes = [loop for loop in loops if loop.used.get("VLOAD", 0) >= 8]
+    noise = max(passes, key=lambda loop: loop.used.get("VALU", 0))
+    big, small = (-(-vocab // size) for size in (CHUNK, SMALL_CHUNK))
+    hbm_cycles = 8 * vocab * 4 / CHIPS[chip_name].hbm_bytes_per_core_cycle
+    greedy, search = passes[0].cycles * big, [p for p in passes if p.depth == 3]
+    return {
+        "chip": chip_name,
+        "kernel": "sample_and_accept",
+        "vocab": vocab,
+        "hbm_cycles": round(hbm_cycles),
+        "greedy_cycles": greedy,
+        "greedy_ratio": round(greedy / hbm_cycles, 3),
+        "noise_cycles": noise.cycles * small,
+        "top_k_round_cycles": search[0].cycles * big,
+        "top_p_round_cycles": search[1].cycles * big,
+        "pass_cycles_per_turn": [p.cycles for p in passes],
+    }
+
+
 def _keys(chip_name: str, shape: Shape) -> int:
     if shape.keys is not None:
         return shape.keys
@@ -196,6 +241,13 @@ def main() -> None:
         page_size=arguments.page_size,
         keys=arguments.keys,
     )
+    if arguments.kernel == "sample_and_accept":
+        if arguments.compile:
+            compile_sampling(arguments.chip, arguments.vocab)
+            return
+        found = report_sampling(arguments.chip, arguments.vocab)
+        print(json.dumps(found) if arguments.json else json.dumps(found, indent=2))
+        return
     if arguments.compile:
         compiled = compile_ours if arguments.compile == "ours" else compile_jax
         compiled(arguments.chip, shape)

@@ -1,4 +1,4 @@
-"""The `canopy` command: serve, generate, demo, model, head."""
+"""The `canopy` command: serve, generate, demo, model, head, plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from canopy import generating, library
+from canopy import generating, library, planning
 from canopy.demo import run_demo
 from canopy.results import CanopyError
 from canopy.stack import MODULES, Stack, StackSettings
@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=lambda parsed: run_demo(Console(highlight=False)))
     _add_model(commands)
     _add_head(commands)
+    plan = commands.add_parser("plan", help="how many slices of each kind a load needs")
+    planning.add_arguments(plan)
+    plan.set_defaults(run=planning.run)
     return parser
 
 
@@ -67,6 +70,8 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     every.add_argument("--head", type=Path, help="head directory [for the demo's model: its own]")
     every.add_argument("--host", default="127.0.0.1", help="the router's address [%(default)s]")
     every.add_argument("--port", type=int, default=50051, help="the router's port [%(default)s]")
+    every.add_argument("--num-verify", type=int, default=1, help="verify replicas [%(default)s]")
+    every.add_argument("--num-draft", type=int, default=1, help="draft replicas [%(default)s]")
     every.set_defaults(run=_serve_all)
 
 
@@ -127,7 +132,14 @@ def _serve_all(parsed: argparse.Namespace) -> int:
     else:
         model = library.model_directory(model)
     router = ("--host", parsed.host, "--port", str(parsed.port))
-    with Stack(StackSettings(model=model, head=head, flags={"router": router})) as stack:
+    settings = StackSettings(
+        model=model,
+        head=head,
+        num_verify=max(1, parsed.num_verify),
+        num_draft=max(1, parsed.num_draft),
+        flags={"router": router},
+    )
+    with Stack(settings) as stack:
         print(json.dumps({"event": "serving", "address": stack.address}), flush=True)
         try:
             stack.wait()

@@ -24,6 +24,7 @@ import grpc.aio
 from canopy.convert import to_error, to_event, to_generation, to_request
 from canopy.results import CanopyError, Chunk, Completion, Generation, Options, Prompt
 from canopy.v1 import generation_pb2_grpc
+from common.security import CallerSecurity, aio_channel, sync_channel
 from common.server import channel_options
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -58,8 +59,16 @@ def _left(deadline: float | None) -> float | None:
 class Client:
     """A synchronous client; safe to share between threads."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, retry: Retry | None = None) -> None:
-        self._channel = grpc.insecure_channel(address, options=channel_options(MAX_MESSAGE_BYTES))
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        retry: Retry | None = None,
+        security: CallerSecurity | None = None,
+    ) -> None:
+        """Raises StartupError if a file of `security` cannot be used."""
+        security = security or CallerSecurity()
+        self._metadata = security.metadata
+        self._channel = sync_channel(address, security, channel_options(MAX_MESSAGE_BYTES))
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._retry = retry or Retry()
 
@@ -74,7 +83,7 @@ class Client:
         deadline = _deadline(timeout_seconds)
         attempt, begun = 0, False
         while True:
-            call = self._stub.Generate(request, timeout=_left(deadline))
+            call = self._stub.Generate(request, timeout=_left(deadline), metadata=self._metadata)
             try:
                 for response in call:
                     begun = True
@@ -117,10 +126,16 @@ class Client:
 class AsyncClient:
     """The same for asyncio."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, retry: Retry | None = None) -> None:
-        self._channel = grpc.aio.insecure_channel(
-            address, options=channel_options(MAX_MESSAGE_BYTES)
-        )
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        retry: Retry | None = None,
+        security: CallerSecurity | None = None,
+    ) -> None:
+        """Raises StartupError if a file of `security` cannot be used."""
+        security = security or CallerSecurity()
+        self._metadata = security.metadata
+        self._channel = aio_channel(address, security, channel_options(MAX_MESSAGE_BYTES))
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._retry = retry or Retry()
 
@@ -135,7 +150,7 @@ class AsyncClient:
         deadline = _deadline(timeout_seconds)
         attempt, begun = 0, False
         while True:
-            call = self._stub.Generate(request, timeout=_left(deadline))
+            call = self._stub.Generate(request, timeout=_left(deadline), metadata=self._metadata)
             try:
                 async for response in call:
                     begun = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +14,7 @@ from canopy.results import Chunk, Completion, Message, Options, Prompt
 from canopy.trees import draw_round
 from common.entry import stoppable
 from common.errors import StartupError
+from common.security import CallerSecurity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--chat", help="a message that the model answers")
     parser.add_argument("--system", help="system message; only with --chat")
     parser.add_argument("--address", default=DEFAULT_ADDRESS, help="the router's [%(default)s]")
+    parser.add_argument("--tls-ca", type=Path, help="PEM file of the router's authority: TLS")
+    parser.add_argument("--tls-cert", type=Path, help="PEM file with a certificate to show")
+    parser.add_argument("--tls-key", type=Path, help="PEM file with that certificate's key")
+    parser.add_argument("--token-file", type=Path, help="file with the bearer token to send")
     parser.add_argument("--max-tokens", type=int, help="most tokens to generate")
     parser.add_argument("--temperature", type=float, help="0 (the default): always the likeliest")
     parser.add_argument("--top-k", type=int)
@@ -75,7 +81,14 @@ def generate(arguments: argparse.Namespace) -> int:
     """Streams the answer; returns the exit code. Raises CanopyError."""
     _check(arguments)
     console = Console(highlight=False, soft_wrap=True)
-    with stoppable(), Client(arguments.address) as client:
+    security = CallerSecurity(
+        ca=arguments.tls_ca,
+        cert=arguments.tls_cert,
+        key=arguments.tls_key,
+        token_file=arguments.token_file,
+    )
+    security.check("tls_")
+    with stoppable(), Client(arguments.address, security=security) as client:
         stream = client.stream(to_prompt(arguments), to_options(arguments), arguments.timeout)
         completion = show_stream(stream, console, show_trees=arguments.show_trees)
     if arguments.stats:

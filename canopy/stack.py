@@ -1,4 +1,4 @@
-"""The three services as three processes of one parent: started, watched and ended together.
+"""The services as processes of one parent: started, watched and ended together.
 
 `canopy serve all`, the demo, the benchmarks and the end-to-end tests stand on this. Children get
 `--parent-pid`, so that they end even if this process is killed outright.
@@ -29,6 +29,7 @@ MODULES = {"verify": "verify_service", "draft": "draft_service", "router": "rout
 START_SECONDS = 1200.0
 """Long enough to compile on two busy cores."""
 STOP_SECONDS = 30.0
+_STOP_ORDER = ("router", "draft", "verify")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +39,31 @@ class StackSettings:
     model: Path
     head: Path | None = None  # None: no draft service, root-only decoding
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    num_verify: int = 1
+    num_draft: int = 1  # of no meaning without a head
     show_logs: bool = True  # False: logs go to a file that is read when a child fails
 
 
 class Child:
-    """One service's process and where it listens."""
+    """One service's process and where it listens. `name`: the service, or `verify-2` for the second
+    replica.
+    """
 
     def __init__(self, name: str, flags: Sequence[str], show_logs: bool) -> None:
         self.name = name
+        self.service = name.partition("-")[0]
+        self.flags = tuple(flags)
         self.address = ""
         self.metrics_address = ""
         self.failure = ""  # why it could not serve, in its own words
+        self.announced: dict[str, float] = {}  # when, by time.monotonic
         self.events: queue.Queue[str] = queue.Queue()  # announced events; "ended" is the last
         self._log: IO[bytes] | None = None
         if not show_logs:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the child)
-        command = [sys.executable, "-m", MODULES[name], *flags, "--parent-pid", str(os.getpid())]
+        parent = ("--parent-pid", str(os.getpid()))
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", MODULES[self.service], *flags, *parent],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -77,6 +85,7 @@ class Child:
                 self.failure = announced.get("reason", self.failure)
                 self.address = announced.get("address", self.address)
                 self.metrics_address = announced.get("metrics_address", self.metrics_address)
+                self.announced[event] = time.monotonic()
                 self.events.put(event)
         self.events.put("ended")
 
@@ -88,7 +97,7 @@ class Child:
             except queue.Empty:
                 raise StartupError(
                     f"{self.name}: not {wanted} in time; look at its logs (canopy serve"
-                    f" {self.name})"
+                    f" {self.service})"
                 ) from None
             if event == wanted:
                 return
@@ -98,6 +107,7 @@ class Child:
     def last_words(self) -> str:
         """Why it ended: what it announced, else the last line of its log, else its status."""
         code = self.process.wait()
+        self._reader.join()
         lines = self.log_text().strip().splitlines()
         reason = self.failure or (lines[-1] if lines else f"ended with status {code}")
         return f"{self.name}: {reason}"
@@ -116,8 +126,12 @@ class Child:
             self._log.close()
 
 
+def _replicas(service: str, count: int) -> list[str]:
+    return [service, *(f"{service}-{number}" for number in range(2, count + 1))]
+
+
 class Stack:
-    """Three running services; a context manager that ends them, also on SIGINT and SIGTERM."""
+    """The running services; a context manager that ends them, also on SIGINT and SIGTERM."""
 
     def __init__(self, settings: StackSettings) -> None:
         self._settings = settings
@@ -139,28 +153,46 @@ class Stack:
             raise
 
     def _start(self, deadline: float) -> None:
-        model, head = str(self._settings.model), self._settings.head
-        self._spawn("verify", "--model", model, *(("--head", str(head)) if head else ()))
-        if head:
-            self._spawn("draft", "--head", str(head), "--target", model)
+        settings = self._settings
+        model, head = str(settings.model), settings.head
+        for name in _replicas("verify", settings.num_verify):
+            self._spawn(name, "--model", model, *(("--head", str(head)) if head else ()))
+        for name in _replicas("draft", settings.num_draft) if head else ():
+            self._spawn(name, "--head", str(head), "--target", model)
+        peers: dict[str, list[str]] = {}
         for child in self.children.values():
             child.await_event("listening", deadline)
-        peers = {f"--{name}": child.address for name, child in self.children.items()}
-        self._spawn("router", "--model", model, *(part for pair in peers.items() for part in pair))
+            peers.setdefault(child.service, []).append(child.address)
+        addresses = ((f"--{service}", ",".join(those)) for service, those in peers.items())
+        self._spawn("router", "--model", model, *(part for pair in addresses for part in pair))
         for child in self.children.values():
             child.await_event("serving", deadline)
 
     def _spawn(self, name: str, *flags: str) -> None:
         free_ports = ("--port", "0", "--metrics-port", "0")
-        extra = self._settings.flags.get(name, ())
+        extra = self._settings.flags.get(name.partition("-")[0], ())
         self.children[name] = Child(name, (*flags, *free_ports, *extra), self._settings.show_logs)
 
+    def kill(self, name: str) -> None:
+        """Ends a child outright (SIGKILL), as a crash would."""
+        child = self.children[name]
+        child.process.kill()
+        child.process.wait()
+        child.close()
+
+    def restart(self, name: str) -> Child:
+        """Starts a killed child anew on the port it had; returns before it serves."""
+        before = self.children[name]
+        port = before.address.rpartition(":")[2]
+        flags = (*before.flags, "--port", port)
+        child = self.children[name] = Child(name, flags, self._settings.show_logs)
+        return child
+
     def wait(self) -> NoReturn:
-        """Blocks until a child ends. Raises StartupError naming it."""
+        """Blocks until a child ends by itself. Raises StartupError naming it."""
         while True:
             for child in self.children.values():
                 if child.process.poll() is not None:
-                    child.close()
                     raise StartupError(child.last_words())
             time.sleep(0.2)
 
@@ -181,10 +213,9 @@ class Stack:
 
     def _stop(self, grace_seconds: float) -> dict[str, int]:
         codes: dict[str, int] = {}
-        for name in ("router", "draft", "verify"):
-            child = self.children.get(name)
-            if child is None:
-                continue
+        order = sorted(self.children, key=lambda name: _STOP_ORDER.index(name.partition("-")[0]))
+        for name in order:
+            child = self.children[name]
             if child.process.poll() is None:
                 child.process.send_signal(signal.SIGTERM)
             try:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 from pydantic_settings import (
@@ -41,6 +41,7 @@ from pydantic_settings import (
 
 from common.errors import ConfigError
 from common.log import LogFormat, LogLevel
+from common.security import ServerTls
 
 
 def _split_commas(value: object) -> object:
@@ -71,6 +72,16 @@ class ServiceConfig(BaseSettings):
     max_message_bytes: int = Field(
         16 << 20, ge=4096, le=1 << 30, description="Largest gRPC message taken or sent."
     )
+    tls_cert: Path | None = Field(
+        None, description="PEM file with the server's certificate; with --tls-key: TLS only."
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the certificate's key.")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file; callers must show a certificate of this authority (mTLS)."
+    )
+    token_file: Path | None = Field(
+        None, description="File of bearer tokens, one a line; calls must carry one of them."
+    )
     drain_seconds: float = Field(
         20.0, ge=0, le=3600, description="Time after SIGTERM in which running work may finish."
     )
@@ -79,6 +90,20 @@ class ServiceConfig(BaseSettings):
     parent_pid: int = Field(
         0, ge=0, description="End when this process is no longer the parent; 0 switches it off."
     )
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert: certificate and key go together; give --tls-key, too")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca: given without --tls-cert and --tls-key")
+        return self
+
+    @property
+    def tls(self) -> ServerTls | None:
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return ServerTls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
     @classmethod
     def settings_customise_sources(

@@ -43,8 +43,10 @@ from common.process import (
     return_free_memory,
     tune_malloc,
 )
+from common.security import RequireToken, refusing
 
 _logger = get_logger("common.server")
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _EXIT_GRACE_SECONDS = 2.0
 """For streams to close and threads to end after the drain."""
 
@@ -155,23 +157,8 @@ class _RefuseUntilStarted(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if self.started or handler is None or method.startswith("/grpc."):
             return handler
-        return _refusing(handler)
-
-
-def _refusing(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same kind as `handler` that aborts each call."""
-    kind = ("stream" if handler.request_streaming else "unary") + (
-        "_stream" if handler.response_streaming else "_unary"
-    )
-
-    async def refuse(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(
-            grpc.StatusCode.UNAVAILABLE, "the service is starting; wait until health says SERVING"
-        )
-
-    make = getattr(grpc, f"{kind}_rpc_method_handler")
-    refusing: grpc.RpcMethodHandler[Any, Any] = make(refuse)
-    return refusing
+        message = "the service is starting; wait until health says SERVING"
+        return refusing(handler, grpc.StatusCode.UNAVAILABLE, message)
 
 
 def run_service(service: Service, config: ServiceConfig, metrics: Metrics) -> int:
@@ -198,9 +185,11 @@ class _Life:
     async def run(self) -> int:
         self._listen_to_signals()
         check_port(self._config.host, self._config.port)
+        interceptors = self._interceptors()
         metrics_server, metrics_address = self._open_metrics()
         server = grpc.aio.server(
-            interceptors=[self._gate], options=server_options(self._config.max_message_bytes)
+            interceptors=interceptors,
+            options=server_options(self._config.max_message_bytes),
         )
         try:
             address = await self._open(server)
@@ -240,6 +229,15 @@ class _Life:
             raise StartupError(_bind_failure("metrics_port", host, port, error)) from None
         return server, f"{host}:{server.server_port}"
 
+    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        """The first is asked first. Raises StartupError."""
+        token_file = self._config.token_file
+        if token_file is None:
+            return [self._gate]
+        if self._config.tls is None and self._config.host not in LOOPBACK:
+            _logger.warning("tokens travel in the clear; set --tls-cert and --tls-key")
+        return [RequireToken(token_file), self._gate]
+
     async def _open(self, server: grpc.aio.Server) -> str:
         host, port = self._config.host, self._config.port
         self._service.register(server)
@@ -248,8 +246,12 @@ class _Life:
             names = (*self._service.names, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         await self._health.set_serving(False)
+        tls = self._config.tls
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            if tls is None:
+                bound = server.add_insecure_port(f"{host}:{port}")
+            else:
+                bound = server.add_secure_port(f"{host}:{port}", tls.credentials())
         except RuntimeError as error:  # between the check and here another took it
             raise StartupError(_bind_failure("port", host, port, error)) from None
         await server.start()

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from common.errors import StartupError
@@ -22,6 +20,7 @@ from draft_service.info import DraftInfo
 from draft_service.limits import DraftLimits
 from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
+from models.device import set_up_jax
 from models.eagle3 import AuxReading, HeadConfig, HeadOverrides, load_head
 from models.errors import ModelError
 from models.identity import Identity, target_identity
@@ -38,7 +37,7 @@ class Assembly:
 
 def assemble(config: DraftConfig) -> Assembly:
     """The warm engine and what is said of it. Raises StartupError with one line."""
-    _set_up_jax(config)
+    set_up_jax(config.platform, config.compile_cache)
     begun = time.monotonic()
     try:
         identity = target_identity(config.target_directory)
@@ -61,29 +60,6 @@ def assemble(config: DraftConfig) -> Assembly:
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
     return Assembly(engine, _limits(config, head), _info(config, head, identity))
-
-
-def _set_up_jax(config: DraftConfig) -> None:
-    update: Any = jax.config.update
-    update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
-    update("jax_numpy_dtype_promotion", "strict")
-    if config.compile_cache:
-        directory = Path(config.compile_cache).expanduser()
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StartupError(
-                f"compile_cache: {directory} cannot be made ({error}); choose another directory or"
-                " set it to nothing"
-            ) from error
-        update("jax_compilation_cache_dir", str(directory))
-    try:
-        jax.devices()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise StartupError(
-            f"platform: no {config.platform} device ({reason}); set --platform cpu"
-        ) from error
 
 
 def _overrides(config: DraftConfig) -> HeadOverrides:

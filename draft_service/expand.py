@@ -124,7 +124,7 @@ def expand(
         root_tokens,
         num_nodes=shape.max_nodes,
         max_depth=shape.max_depth,
-        backend=Backend.XLA,
+        backend=backend,
     )
 
 

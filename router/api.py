@@ -9,6 +9,7 @@ import grpc.aio
 
 from canopy.v1 import generation_pb2 as pb
 from canopy.v1 import generation_pb2_grpc
+from common.security import caller_of
 from common.server import canopy_version
 from router.core import RouterCore
 from router.errors import ErrorKind, Failure, GenerationError, RequestError
@@ -35,7 +36,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
-            session = await self._core.open(request)
+            session = await self._core.open(request, caller_of(context.invocation_metadata()))
         except (RequestError, GenerationError) as error:
             self._metrics.count_rejected(error.failure)
             await abort(context, error.failure)
@@ -53,7 +54,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if not request.request_id:
             await abort(context, _invalid("request_id", "empty; send the id of the generation"))
-        return pb.AbortResponse(aborted=self._core.abort(request.request_id))
+        caller = caller_of(context.invocation_metadata())
+        aborted = self._core.abort(request.request_id, caller)
+        return pb.AbortResponse(aborted=aborted)
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context

@@ -8,6 +8,7 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 
 from common.config import ServiceConfig, StrList
+from common.security import CallerSecurity
 from common.types import TreeShape
 
 
@@ -27,6 +28,16 @@ class RouterConfig(ServiceConfig):
     draft: StrList = Field(
         (),
         description="Addresses of the draft replicas, as --verify; none: root-only decoding.",
+    )
+    peer_ca: Path | None = Field(
+        None, description="PEM file of the authority of verify's and draft's certificates: TLS."
+    )
+    peer_cert: Path | None = Field(
+        None, description="PEM file with the certificate that the router shows them (mTLS)."
+    )
+    peer_key: Path | None = Field(None, description="PEM file with that certificate's key.")
+    peer_token_file: Path | None = Field(
+        None, description="File whose first line is the bearer token for verify and draft."
     )
     max_running: int = Field(
         256, ge=1, le=65536, description="Generations at once; more are refused for now."
@@ -79,6 +90,15 @@ class RouterConfig(ServiceConfig):
         if not addresses:
             raise ValueError("empty; give the verify service's HOST:PORT")
         return addresses
+
+    @property
+    def peer_security(self) -> CallerSecurity:
+        return CallerSecurity(
+            ca=self.peer_ca,
+            cert=self.peer_cert,
+            key=self.peer_key,
+            token_file=self.peer_token_file,
+        )
 
     @property
     def default_tree(self) -> TreeShape:

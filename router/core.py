@@ -64,7 +64,7 @@ class RouterCore:
         self._config, self._tokenizer, self._metrics = config, tokenizer, metrics
         self._clock = clock
         self._sessions: dict[bytes, Session] = {}
-        self._by_request: dict[str, Session] = {}
+        self._by_request: dict[tuple[str, str], Session] = {}  # caller, request id
         self._num_opening = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -114,21 +114,24 @@ class RouterCore:
             raise GenerationError(_unavailable(f"verify service: {fleet.verify_reason}"))
         return served(self._config, self._tokenizer, fleet.verify_infos, fleet.draft_infos)
 
-    async def open(self, request: generation_pb2.GenerateRequest) -> Session:
-        """Starts a generation. Raises RequestError or GenerationError; then nothing was started."""
+    async def open(self, request: generation_pb2.GenerateRequest, caller: str = "") -> Session:
+        """Starts a generation. Raises RequestError or GenerationError; then nothing was started.
+
+        `caller`: who may abort it; request ids are their own.
+        """
         self._asked_at = arrived = self._clock()
         limits = self.served()
         checked = check(request, limits)
-        self._admit(checked)
+        self._admit(checked, caller)
         self._num_opening += 1
         try:
             tokens = await self._encode(checked)
         finally:
             self._num_opening -= 1
-        self._admit(checked)  # time has passed
-        return self._begin(complete(checked, tokens, limits), arrived)
+        self._admit(checked, caller)  # time has passed
+        return self._begin(complete(checked, tokens, limits), caller, arrived)
 
-    def _admit(self, checked: CheckedRequest) -> None:
+    def _admit(self, checked: CheckedRequest, caller: str) -> None:
         if self._draining:
             raise GenerationError(_unavailable("the router drains; send the request again"))
         if not self.fleet.verify_ready:
@@ -137,7 +140,7 @@ class RouterCore:
         if len(self._sessions) + self._num_opening >= limit:
             message = f"{limit} generations run already, the most at one time; try again later"
             raise GenerationError(Failure(ErrorKind.RESOURCE_EXHAUSTED, message, 1.0))
-        if checked.request_id in self._by_request:
+        if (caller, checked.request_id) in self._by_request:
             message = f"{checked.request_id!r} is running; choose another, or none"
             raise RequestError("request_id", message, ErrorKind.ALREADY_EXISTS)
 
@@ -157,7 +160,7 @@ class RouterCore:
         except ChatTemplateError as error:
             raise RequestError("chat", str(error)) from None
 
-    def _begin(self, generation: Generation, arrived: float) -> Session:
+    def _begin(self, generation: Generation, caller: str, arrived: float) -> Session:
         text = OutputText(self._tokenizer.detokenizer(), StopStrings(generation.stop_strings))
         machine = GenerationMachine(
             generation, secrets.token_bytes(16), text, self._machine_settings(), arrived
@@ -171,9 +174,10 @@ class RouterCore:
         session = Session(
             *(machine, Seat(verify, draft), self._tokenizer, self, self._clock),
             self._config.max_unread_tokens,
+            caller,
         )
         self._sessions[session.sequence_id] = session
-        self._by_request[session.request_id] = session
+        self._by_request[caller, session.request_id] = session
         self._idle.clear()
         session.start(draft_up=draft is not None and draft.peer.linked)
         return session
@@ -206,8 +210,8 @@ class RouterCore:
             verify_lost_seconds=self._config.verify_lost_seconds,
         )
 
-    def abort(self, request_id: str) -> bool:
-        session = self._by_request.get(request_id)
+    def abort(self, request_id: str, caller: str = "") -> bool:
+        session = self._by_request.get((caller, request_id))
         if session is None:
             return False
         session.abort()
@@ -234,7 +238,7 @@ class RouterCore:
 
     def ended(self, session: Session, ending: Finished | Failed | None) -> None:
         self._sessions.pop(session.sequence_id, None)
-        self._by_request.pop(session.request_id, None)
+        self._by_request.pop((session.caller, session.request_id), None)
         if not self._sessions:
             self._idle.set()
         self._metrics.count_generation(session.machine, ending, self._clock())

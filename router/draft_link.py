@@ -10,8 +10,9 @@ from typing import Any
 import grpc.aio
 
 from canopy.v1 import draft_pb2, draft_pb2_grpc, types_pb2
+from common.security import CallerSecurity, Metadata
 from router.codec import num_data_bytes
-from router.links import CALL_TIMEOUT_SECONDS, Link, LinkListener, Metadata, Misfit, write
+from router.links import CALL_TIMEOUT_SECONDS, Link, LinkListener, Misfit, write
 
 MAX_FEATURE_FRAME_BYTES = 1 << 20
 
@@ -29,9 +30,10 @@ class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
         address: str,
         max_message_bytes: int,
         listener: LinkListener[draft_pb2.DraftEvent],
+        security: CallerSecurity,
         check: Callable[[draft_pb2.GetDraftInfoResponse], str | None],
     ) -> None:
-        super().__init__(address, max_message_bytes, listener)
+        super().__init__(address, max_message_bytes, listener, security)
         self.info: draft_pb2.GetDraftInfoResponse | None = None
         self.num_feature_bytes = 0
         self._check = check
@@ -50,10 +52,12 @@ class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
         else:
             returned(num_data_bytes(block))
 
-    async def _meet(self, channel: grpc.aio.Channel) -> None:
+    async def _meet(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         stub = draft_pb2_grpc.DraftServiceStub(channel)
         info = await stub.GetDraftInfo(
-            draft_pb2.GetDraftInfoRequest(), timeout=CALL_TIMEOUT_SECONDS
+            draft_pb2.GetDraftInfoRequest(),
+            timeout=CALL_TIMEOUT_SECONDS,
+            metadata=metadata,
         )
         if (mismatch := self._check(info)) is not None:
             raise Misfit(mismatch)

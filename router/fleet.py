@@ -54,12 +54,15 @@ class Fleet:
     def __init__(
         self, config: RouterConfig, tokenizer: ModelTokenizer, listener: FleetListener
     ) -> None:
+        """Raises StartupError for certificates or tokens that cannot be used."""
         self._tokenizer, self._listener = tokenizer, listener
-        size = config.max_message_bytes
-        self.verifies = [self._verify_link(address, size) for address in config.verify]
-        self.drafts = [self._draft_link(address, size) for address in config.draft]
+        self._max_message_bytes = config.max_message_bytes
+        self._security = config.peer_security
+        self._security.check("peer_")
+        self.verifies = [self._verify_link(address) for address in config.verify]
+        self.drafts = [self._draft_link(address) for address in config.draft]
 
-    def _verify_link(self, address: str, max_message_bytes: int) -> VerifyLink:
+    def _verify_link(self, address: str) -> VerifyLink:
         told = self._listener
         link: VerifyLink
         listener: LinkListener[verify_pb2.VerifyEvent] = LinkListener(
@@ -71,12 +74,12 @@ class Fleet:
             on_sent=told.note_turnaround,
         )
         link = VerifyLink(
-            *(address, max_message_bytes, listener, self._check_verify),
+            *(address, self._max_message_bytes, listener, self._security, self._check_verify),
             lambda block, returned: told.on_features(link, block, returned),
         )
         return link
 
-    def _draft_link(self, address: str, max_message_bytes: int) -> DraftLink:
+    def _draft_link(self, address: str) -> DraftLink:
         told = self._listener
         link: DraftLink
         listener: LinkListener[draft_pb2.DraftEvent] = LinkListener(
@@ -87,7 +90,9 @@ class Fleet:
             asked_at=told.when_asked,
             on_sent=told.note_turnaround,
         )
-        link = DraftLink(address, max_message_bytes, listener, self._check_draft)
+        link = DraftLink(
+            address, self._max_message_bytes, listener, self._security, self._check_draft
+        )
         return link
 
     # -- who is there

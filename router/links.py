@@ -21,7 +21,9 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.errors import StartupError
 from common.log import get_logger
+from common.security import CallerSecurity, Metadata, aio_channel
 from common.server import channel_options
 
 MAX_COMMANDS_PER_FRAME = 256
@@ -35,7 +37,6 @@ _logger = get_logger("router.links")
 
 CommandMessage = TypeVar("CommandMessage")
 EventMessage = TypeVar("EventMessage")
-Metadata = tuple[tuple[str, str], ...]
 
 
 class Misfit(Exception):
@@ -96,11 +97,16 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
     response_type: Any
 
     def __init__(
-        self, address: str, max_message_bytes: int, listener: LinkListener[EventMessage]
+        self,
+        address: str,
+        max_message_bytes: int,
+        listener: LinkListener[EventMessage],
+        security: CallerSecurity,
     ) -> None:
         self.peer = PeerState(address, self.role)
         self.counts = LinkCounts()
         self._listener = listener
+        self._security = security
         self._options = [
             *channel_options(max_message_bytes),
             ("grpc.initial_reconnect_backoff_ms", 100),
@@ -143,7 +149,7 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
     # -- the kinds fill in
 
     @abc.abstractmethod
-    async def _meet(self, channel: grpc.aio.Channel) -> None:
+    async def _meet(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         """Asks who the peer is. Raises Misfit."""
 
     @abc.abstractmethod
@@ -162,9 +168,7 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
-                async with grpc.aio.insecure_channel(
-                    self.peer.address, options=self._options
-                ) as channel:
+                async with aio_channel(self.peer.address, self._security, self._options) as channel:
                     await self._live(channel)
                 self._note_loss("the peer ended the stream")
             except Misfit as misfit:
@@ -172,6 +176,8 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
             except NotYet as wait:
                 self._note_loss(str(wait))
                 pause = FIRST_PAUSE_SECONDS
+            except StartupError as error:  # a file that is not there at this moment
+                self._note_loss(str(error))
             except grpc.aio.AioRpcError as error:
                 self._note_loss(f"{error.code().name}: {error.details()}")
             except Exception as error:  # a fault of ours must not end the link for good
@@ -200,8 +206,9 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
 
     async def _live(self, channel: grpc.aio.Channel) -> None:
         """One life of the link: until one of its streams ends."""
-        await self._meet(channel)
-        metadata: Metadata = (("canopy-link-id", secrets.token_hex(16)),)
+        shown = self._security.metadata
+        await self._meet(channel, shown)
+        metadata: Metadata = (("canopy-link-id", secrets.token_hex(16)), *shown)
         call = self._open_stream(channel, metadata)
         self._filled = asyncio.Event()
         peer = self.peer

@@ -31,29 +31,24 @@ from router.actions import (
     ToVerify,
 )
 from router.drafting import DraftSettings, DraftSide, DraftStage, FeatureRoute
+from router.emission import Emission
 from router.errors import ErrorKind, Failure
 from router.generation import Generation
 from router.messages import (
-    Close,
     DraftEvent,
     Evicted,
     Preempted,
-    Rollback,
     RoundResult,
     SequenceFailed,
     StateReport,
     TreeReady,
-    VerifyAttach,
     VerifyEvent,
-    VerifyOpen,
     VerifyTree,
 )
 from router.output_text import OutputText
 from router.statistics import Clock, RoundStatistics
 from router.trees import Tree
-
-_MAX_STOP_TOKENS_SENT = 8
-"""Verify takes so many to stop its walk at; the router itself cuts at all of them."""
+from router.verifying import VerifySide
 
 _RETRY_SECONDS = 0.5
 
@@ -81,7 +76,7 @@ class MachineSettings:
 
 
 class GenerationMachine:
-    """`tokens`: prompt and all emitted. `round`: the present one."""
+    """`round`: the present one. The halves are `VerifySide` and `DraftSide`; here is the round."""
 
     def __init__(
         self,
@@ -93,7 +88,6 @@ class GenerationMachine:
     ) -> None:
         self.generation = generation
         self.sequence_id = sequence_id
-        self.tokens = list(generation.prompt_tokens)
         self.round = 0
         self.phase = Phase.NEW
         self.statistics = RoundStatistics()
@@ -103,26 +97,29 @@ class GenerationMachine:
         self.num_reopened = 0
         self.num_draft_misses = 0
         self._settings = settings
-        self._text = text
-        self._stop_ids = frozenset(generation.stop_token_ids)
+        self._emission = Emission(generation, text)
         self._tree = Tree.root_only(self.tokens[-1])
         self._depths: Sequence[int] = (0,)
         self._tree_wanted = False
         self._round_draft_seconds = 0.0
-        self._rides_on_open = True  # the present round was begun by Open, not by VerifyTree
-        self._acked: int | None = None
-        self._epoch = 0
-        self._verify_up = True
-        self._verify_lost_at: float | None = None
         self._retry_at = 0.0
         self._tree_deadline = 0.0
         self._sent_at = now
-        self._recoveries = 0
         self._draft: DraftSide | None = None
         if settings.draft is not None and generation.tree is not None:
             self._draft = DraftSide(sequence_id, generation, generation.tree, settings.draft)
+        self._verify = VerifySide(
+            *(sequence_id, generation),
+            wants_features=self._draft is not None and self._draft.settings.needs_features,
+            max_recoveries=settings.max_recoveries,
+        )
 
     # -- for the service
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and all emitted."""
+        return self._emission.tokens
 
     @property
     def num_emitted(self) -> int:
@@ -138,7 +135,7 @@ class GenerationMachine:
 
     def awaits_verify(self, epoch: int) -> bool:
         """Whether an event of this epoch concerns what is under way now."""
-        return epoch == self._epoch and not self.ended
+        return epoch == self._verify.epoch and not self.ended
 
     def deadline(self) -> float | None:
         """When `tick` has something to do; None: never."""
@@ -147,8 +144,8 @@ class GenerationMachine:
             due = self._tree_deadline
         elif self.phase is Phase.RETRY:
             due = self._retry_at
-        if self._verify_lost_at is not None and self.phase is not Phase.ENDED:
-            lost = self._verify_lost_at + self._settings.verify_lost_seconds
+        if self._verify.lost_at is not None and self.phase is not Phase.ENDED:
+            lost = self._verify.lost_at + self._settings.verify_lost_seconds
             due = lost if due is None else min(due, lost)
         return due
 
@@ -171,7 +168,7 @@ class GenerationMachine:
         """Ends in good order, with what there is."""
         if self.ended:
             return []
-        nothing = Emitted((), self._text.finish(), (), None)
+        nothing = Emitted((), self._emission.finish(), (), None)
         return [nothing, Finished(FinishReason.ABORTED), *self._end()]
 
     def pause(self) -> None:
@@ -183,7 +180,7 @@ class GenerationMachine:
         return self._send(self._tree, self._depths, now) if self.phase is Phase.HELD else []
 
     def tick(self, now: float) -> list[Action]:
-        lost = self._verify_lost_at
+        lost = self._verify.lost_at
         if lost is not None and now >= lost + self._settings.verify_lost_seconds:
             return self._fail(
                 ErrorKind.UNAVAILABLE,
@@ -198,7 +195,7 @@ class GenerationMachine:
             waited = now - self._sent_at
             self.clock.add_draft(waited, waited)
             return self._go_root_only(now)
-        if self.phase is Phase.RETRY and now >= self._retry_at and self._verify_up:
+        if self.phase is Phase.RETRY and now >= self._retry_at and self._verify.link_up:
             return self._open(now)
         return []
 
@@ -209,7 +206,7 @@ class GenerationMachine:
     # -- verify
 
     def on_verify(self, event: VerifyEvent, now: float) -> list[Action]:
-        if event.epoch != self._epoch or self.ended:
+        if event.epoch != self._verify.epoch or self.ended:
             return []
         match event:
             case RoundResult():
@@ -221,18 +218,16 @@ class GenerationMachine:
         return []
 
     def on_verify_down(self, now: float) -> list[Action]:
-        self._verify_up = False
-        if self._verify_lost_at is None:
-            self._verify_lost_at = now
+        self._verify.on_link_down(now)
         return []
 
     def on_verify_up(self, now: float) -> list[Action]:
         """A new stream: takes the sequence over, and asks for what may have been lost."""
-        self._verify_up = True
+        self._verify.link_up = True
         if self.phase is Phase.RETRY or self.ended:
             return []
-        self._verify_lost_at = None
-        if self._epoch == 0:
+        self._verify.lost_at = None
+        if self._verify.epoch == 0:
             return self._open(now)
         return self._attach(now)
 
@@ -241,12 +236,12 @@ class GenerationMachine:
 
         `lost`: the one before was lost; else it would not take the sequence.
         """
-        self._verify_up = True
+        self._verify.link_up = True
         if self.ended:
             return []
-        if self._epoch == 0 or not lost:
+        if self._verify.epoch == 0 or not lost:
             return self._open(now)
-        self._verify_lost_at = None
+        self._verify.lost_at = None
         return self._reopen("its replicas were lost one after the other", now)
 
     def _on_result(self, event: RoundResult, now: float) -> list[Action]:
@@ -254,7 +249,7 @@ class GenerationMachine:
             return []  # a repetition
         if event.kv_len != len(self.tokens) - 1 or not event.tokens:
             return self._recover("a result does not fit the sequence", SequenceState(), now)
-        self._recoveries, self._acked, self._verify_lost_at = 0, self.round, None
+        self._verify.on_result(self.round)
         if self.statistics.num_rounds == 0:
             self.clock.queue_seconds += event.queue_seconds
         waited = now - self._sent_at
@@ -264,49 +259,28 @@ class GenerationMachine:
         return self._take(event, trace, now)
 
     def _take(self, event: RoundResult, trace: RoundTrace | None, now: float) -> list[Action]:
-        """Appends the round's tokens up to where the generation ends, if it ends in them."""
-        pieces: list[str] = []
-        finished: Finished | None = None
-        num_taken = 0
-        for token in event.tokens:
-            num_taken += 1
-            self.tokens.append(token)
-            finished = self._take_token(token, pieces)
-            if finished is not None:
-                pieces.append(self._text.finish())
-                break
+        taken = self._emission.take(event.tokens)
         self.clock.add_tokens(now)
+        count = taken.num_tokens
         emitted = Emitted(
-            event.tokens[:num_taken],
-            "".join(pieces),
-            event.pick_margins[:num_taken],
+            event.tokens[:count],
+            taken.text,
+            event.pick_margins[:count],
             trace,
-            event.logprobs[:num_taken],
-            event.top_logprobs[:num_taken],
+            event.logprobs[:count],
+            event.top_logprobs[:count],
         )
-        if finished is not None:
-            return [emitted, finished, *self._end()]
+        if taken.finished is not None:
+            return [emitted, taken.finished, *self._end()]
         self.round += 1
         return [emitted, *self._begin_round(now)]
-
-    def _take_token(self, token: int, pieces: list[str]) -> Finished | None:
-        """Adds the token's text to `pieces`. A stop token has none."""
-        if token in self._stop_ids:
-            return Finished(FinishReason.STOP, stop_token_id=token)
-        may_stop = self.num_emitted > self.generation.sampling.min_tokens
-        pieces.append(self._text.push(token, may_stop=may_stop))
-        if self._text.matched_stop is not None:
-            return Finished(FinishReason.STOP, stop_string=self._text.matched_stop)
-        if len(self.tokens) >= self.generation.max_total_tokens:
-            return Finished(FinishReason.LENGTH)
-        return None
 
     def _begin_round(self, now: float) -> list[Action]:
         """Asks the draft for a tree where one can be had and used; else goes root-only."""
         self.phase = Phase.TREE  # nothing of this round is sent yet
-        self._rides_on_open = False
+        self._verify.rides_on_open = False
         self._round_draft_seconds = 0.0
-        self._tree_wanted = self._draft is not None and self._room > 1
+        self._tree_wanted = self._draft is not None and self._emission.room > 1
         if self._draft is None or not self._tree_wanted:
             return self._go_root_only(now)
         actions: list[Action] = []
@@ -323,11 +297,6 @@ class GenerationMachine:
         self._tree_deadline = now + self._draft.settings.deadline_seconds
         return [*actions, ToDraft(extend)]
 
-    @property
-    def _room(self) -> int:
-        """Tokens that may still be emitted."""
-        return self.generation.max_total_tokens - len(self.tokens)
-
     def _go_root_only(self, now: float) -> list[Action]:
         return self._send(Tree.root_only(self.tokens[-1]), (0,), now)
 
@@ -339,13 +308,10 @@ class GenerationMachine:
             return []
         self.phase = Phase.RESULT
         self._sent_at = now
-        return [ToVerify(self._round_command())] if self._verify_up else []
+        return [ToVerify(self._round_command())] if self._verify.link_up else []
 
     def _round_command(self) -> VerifyTree:
-        return VerifyTree(
-            *(self.sequence_id, self._epoch, self._acked),
-            *(self.round, len(self.tokens) - 1, self._tree),
-        )
+        return self._verify.verify_tree(self.round, len(self.tokens), self._tree)
 
     def _trace(self, event: RoundResult, verify_seconds: float) -> RoundTrace:
         return RoundTrace(
@@ -361,25 +327,14 @@ class GenerationMachine:
 
     def _open(self, now: float) -> list[Action]:
         """Opens with all tokens so far; the present round rides on the prefill."""
-        self._epoch += 1
-        self._rides_on_open = True
         self._tree, self._depths = Tree.root_only(self.tokens[-1]), (0,)
         self.phase = Phase.RESULT
         self._sent_at = now
-        if not self._verify_up:
+        command = self._verify.open(self.tokens, self.round)
+        if command is None:
             return []
         if self._draft is not None and self._draft.stage is DraftStage.ABSENT:
             self._draft.expect_rows()
-        command = VerifyOpen(
-            *(self.sequence_id, self._epoch, self._acked),
-            tokens=tuple(self.tokens),
-            num_prompt_tokens=len(self.generation.prompt_tokens),
-            sampling=self.generation.sampling,
-            stop_token_ids=self.generation.stop_token_ids[:_MAX_STOP_TOKENS_SENT],
-            max_total_tokens=self.generation.max_total_tokens,
-            round=self.round,
-            wants_features=self._draft is not None and self._draft.settings.needs_features,
-        )
         return [ToVerify(command)]
 
     def _attach(self, now: float) -> list[Action]:
@@ -388,16 +343,14 @@ class GenerationMachine:
         The present round is sent again with it: its answer may have been lost, and a round that was
         run is answered from store.
         """
-        self._epoch += 1
-        if not self._verify_up:
-            return []
         features_from = None
-        if self._draft is not None:
+        if self._draft is not None and self._verify.link_up:
             features_from = self._draft.features_from(len(self.tokens))
-        actions: list[Action] = [
-            ToVerify(VerifyAttach(self.sequence_id, self._epoch, self._acked, features_from))
-        ]
-        if self.phase is Phase.RESULT and not self._rides_on_open:
+        command = self._verify.attach(features_from)
+        if command is None:
+            return []
+        actions: list[Action] = [ToVerify(command)]
+        if self.phase is Phase.RESULT and not self._verify.rides_on_open:
             actions.append(ToVerify(self._round_command()))
         return actions
 
@@ -423,34 +376,27 @@ class GenerationMachine:
         """Verify takes no more sequences. What the client has seen the start of waits."""
         if self.num_emitted == 0:
             return self._fail(kind, message, retry_seconds=1.0)
-        if self._verify_lost_at is None:
-            self._verify_lost_at = now
+        self._verify.on_refusal(now)
         self.phase = Phase.RETRY
         self._retry_at = now + _RETRY_SECONDS
         return []
 
     def _recover(self, message: str, state: SequenceState, now: float) -> list[Action]:
         """Brings verify to what the router has: by Rollback where it is ahead, else by Open."""
-        self._epoch = max(self._epoch, state.epoch)
+        self._verify.epoch = max(self._verify.epoch, state.epoch)
         if state.committed_len <= len(self.tokens):
             return self._reopen(message, now)
-        if not self._may_recover():
+        if not self._verify.may_recover():
             return self._give_up(message)
         self.statistics.num_rollbacks += 1
-        self._epoch += 1
-        rollback = Rollback(*(self.sequence_id, self._epoch, None), len(self.tokens), self.round)
-        self._rides_on_open = False
+        rollback = self._verify.roll_back(len(self.tokens), self.round)
         return [ToVerify(rollback), *self._go_root_only(now)]
 
     def _reopen(self, message: str, now: float) -> list[Action]:
-        if not self._may_recover():
+        if not self._verify.may_recover():
             return self._give_up(message)
         self.num_reopened += 1
         return self._open(now)
-
-    def _may_recover(self) -> bool:
-        self._recoveries += 1
-        return self._recoveries <= self._settings.max_recoveries
 
     def _give_up(self, message: str) -> list[Action]:
         return self._fail(ErrorKind.INTERNAL, f"verify could not be brought in step: {message}")
@@ -503,7 +449,7 @@ class GenerationMachine:
         assert self.generation.tree is not None
         most = min(self.generation.tree.max_nodes, self._settings.max_tree_nodes)
         # A path of d nodes emits d + 1 tokens.
-        depth = min(self.generation.tree.max_depth, self._room - 1)
+        depth = min(self.generation.tree.max_depth, self._emission.room - 1)
         capped = tree.capped(depths, most, depth)
         if capped is not tree:
             depths = capped.depths()
@@ -533,7 +479,7 @@ class GenerationMachine:
         self, epoch: int, position: int, num_rows: int
     ) -> tuple[FeatureRoute, int, list[Action]]:
         """What to do with a block of verify's: route, the draft's epoch, what goes first."""
-        if self._draft is None or self.ended or epoch != self._epoch:
+        if self._draft is None or self.ended or epoch != self._verify.epoch:
             return FeatureRoute.DROP, 0, []
         route, commands = self._draft.route(position, num_rows, self.tokens)
         return route, self._draft.epoch, [ToDraft(command) for command in commands]
@@ -543,8 +489,8 @@ class GenerationMachine:
     def _end(self) -> list[Action]:
         self.phase = Phase.ENDED
         actions: list[Action] = []
-        if self._verify_up and self._epoch:
-            actions.append(ToVerify(Close(self.sequence_id, self._epoch, self._acked)))
+        if (close := self._verify.close()) is not None:
+            actions.append(ToVerify(close))
         if self._draft is not None:
             actions += [ToDraft(command) for command in self._draft.close()]
         return actions

@@ -70,9 +70,11 @@ class Session:
         wire: Wire,
         clock: Callable[[], float],
         max_unread_tokens: int,
+        caller: str = "",
     ) -> None:
         self.machine = machine
         self.seat = seat
+        self.caller = caller
         self._tokenizer = tokenizer
         self._wire = wire
         self._clock = clock

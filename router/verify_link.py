@@ -10,8 +10,9 @@ from typing import Any
 import grpc.aio
 
 from canopy.v1 import types_pb2, verify_pb2, verify_pb2_grpc
+from common.security import CallerSecurity, Metadata
 from router.codec import num_data_bytes
-from router.links import CALL_TIMEOUT_SECONDS, Link, LinkListener, Metadata, Misfit, write
+from router.links import CALL_TIMEOUT_SECONDS, Link, LinkListener, Misfit, write
 
 FEATURE_CREDIT_BYTES = 16 << 20
 """Feature bytes that may be inside the router at one time: the bound of all its feature queues."""
@@ -33,11 +34,12 @@ class VerifyLink(Link[verify_pb2.VerifyCommand, verify_pb2.VerifyEvent]):
         address: str,
         max_message_bytes: int,
         listener: LinkListener[verify_pb2.VerifyEvent],
+        security: CallerSecurity,
         check: Callable[[verify_pb2.GetVerifyInfoResponse], str | None],
         on_features: Callable[[types_pb2.FeatureBlock, Callable[[int], None]], None],
     ) -> None:
         """`on_features`: gets each block, and what to call when bytes have left the router."""
-        super().__init__(address, max_message_bytes, listener)
+        super().__init__(address, max_message_bytes, listener, security)
         self.info: verify_pb2.GetVerifyInfoResponse | None = None
         self.num_feature_bytes = 0
         self._check, self._on_features = check, on_features
@@ -56,10 +58,12 @@ class VerifyLink(Link[verify_pb2.VerifyCommand, verify_pb2.VerifyEvent]):
         if self._owed_bytes >= _MIN_GRANT_BYTES:
             self._owes.set()
 
-    async def _meet(self, channel: grpc.aio.Channel) -> None:
+    async def _meet(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         stub = verify_pb2_grpc.VerifyServiceStub(channel)
         info = await stub.GetVerifyInfo(
-            verify_pb2.GetVerifyInfoRequest(), timeout=CALL_TIMEOUT_SECONDS
+            verify_pb2.GetVerifyInfoRequest(),
+            timeout=CALL_TIMEOUT_SECONDS,
+            metadata=metadata,
         )
         if (mismatch := self._check(info)) is not None:
             raise Misfit(mismatch)

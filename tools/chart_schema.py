@@ -177,6 +177,7 @@ def schema() -> Schema:
         "compileCache": closed(cache),
         **{name: service(name) for name in SERVICES},
         **{"metricsPort": PORT, "preStopSeconds": {**COUNT, "maximum": 600}},
+        "experimentalMultiHost": FLAG,
         "logFormat": one_of("json", "text"),
         "podSecurity": closed({"runAsUser": ids, "runAsGroup": ids, "fsGroup": ids}),
         "topologySpread": closed(

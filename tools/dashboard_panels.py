@@ -86,7 +86,7 @@ OVERVIEW = Board(
     description="Do clients get what they ask for, and how fast?",
     panels=[
         Panel(
-            question="What share of requests fails?",
+            question="What share fails?",
             queries=[Query(expr=f"{FAILED} / ({rate(f'{R}_requests_total')} + {FAILED})")],
             unit="percentunit",
             kind="number",
@@ -94,13 +94,13 @@ OVERVIEW = Board(
             width=4,
         ),
         Panel(
-            question="How many tokens a second?",
+            question="Tokens a second?",
             queries=[Query(expr=TOKENS)],
             kind="number",
             width=4,
         ),
         Panel(
-            question="How many tokens does a round bring?",
+            question="Tokens a round?",
             queries=[ACCEPTANCE],
             kind="number",
             floor=1.2,
@@ -114,7 +114,7 @@ OVERVIEW = Board(
                     f"{HERE}}})",
                     legend="{{__name__}}",
                 ),
-                Query(expr=f"min by (role) ({R}_peer_ready{{{HERE}}})", legend="linked: {{role}}"),
+                Query(expr=f"sum by (role) ({R}_peer_ready{{{HERE}}})", legend="linked: {{role}}"),
             ],
             kind="number",
             floor=1,
@@ -491,8 +491,14 @@ TRANSPORT = Board(
         Panel(
             question="Do links break?",
             queries=[
-                Query(expr=gauge(f"{R}_peer_losses_total", "role"), legend="losses: {{role}}"),
-                Query(expr=f"min by (role) ({R}_peer_ready{{{HERE}}})", legend="ready: {{role}}"),
+                Query(
+                    expr=gauge(f"{R}_peer_losses_total", "role, peer"),
+                    legend="losses: {{role}} {{peer}}",
+                ),
+                Query(
+                    expr=f"min by (role, peer) ({R}_peer_ready{{{HERE}}})",
+                    legend="ready: {{role}} {{peer}}",
+                ),
             ],
         ),
     ],

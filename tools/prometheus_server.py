@@ -44,7 +44,7 @@ def shortened(rules: Path, factor: float) -> dict[str, Any]:
     return content
 
 
-def filled_in(expr: str, window: str = "30s") -> str:
+def filled_in(expr: str, window: str = "60s") -> str:
     """A dashboard's query with Grafana's variables replaced as Grafana would."""
     return expr.replace("$__rate_interval", window).replace("$namespace", ".*")
 

@@ -6,9 +6,7 @@ Everything here blocks and runs on a thread before the service says SERVING.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from common.tensors import FeatureDtype
 from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
 from models.config import TargetConfig
+from models.device import set_up_jax
 from models.eagle3.description import FeatureKind, HeadOverrides
 from models.eagle3.loader import open_head
 from models.errors import ModelError
@@ -28,10 +27,12 @@ from models.identity import Identity, target_identity
 from models.sharding import model_mesh
 from models.target import load_target
 from models.target_tables import read_target_facts
+from verify_service import step_curve
 from verify_service.config import VerifyConfig
 from verify_service.engine import DeviceEngine, EngineConfig
 from verify_service.info import VerifyInfo
 from verify_service.limits import VerifyLimits
+from verify_service.step import StepPoint
 
 _logger = get_logger("verify.assembly")
 
@@ -49,7 +50,7 @@ LAYERS_PER_PROGRAM = 3
 
 def assemble(config: VerifyConfig) -> Assembly:
     """The warm engine and what is said of it. Raises StartupError with one line."""
-    _set_up_jax(config)
+    set_up_jax(config.platform, config.compile_cache)
     try:
         config = config.model_copy(update={"model": resolve_model(config.model)})
         boundaries = _boundaries(config)
@@ -75,30 +76,10 @@ def assemble(config: VerifyConfig) -> Assembly:
     begun = time.monotonic()
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
-    return Assembly(engine, _limits(config, engine), _info(config, engine, identity))
-
-
-def _set_up_jax(config: VerifyConfig) -> None:
-    update: Any = jax.config.update
-    update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
-    update("jax_numpy_dtype_promotion", "strict")
-    if config.compile_cache:
-        directory = Path(config.compile_cache).expanduser()
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StartupError(
-                f"compile_cache: {directory} cannot be made ({error}); choose another directory or"
-                " set it to nothing"
-            ) from error
-        update("jax_compilation_cache_dir", str(directory))
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter where jax knows no such platform
-        reason = (str(error).splitlines() or ["not installed"])[0]
-        raise StartupError(
-            f"platform: no {config.platform} device ({reason}); set --platform cpu"
-        ) from error
+    step_times = step_curve.measure(engine)
+    for point in step_times:
+        _logger.info("step time", **asdict(point))
+    return Assembly(engine, _limits(config, engine), _info(config, engine, identity, step_times))
 
 
 def _boundaries(config: VerifyConfig) -> tuple[int, ...] | None:
@@ -181,7 +162,12 @@ def _limits(config: VerifyConfig, engine: DeviceEngine) -> VerifyLimits:
     )
 
 
-def _info(config: VerifyConfig, engine: DeviceEngine, identity: Identity) -> VerifyInfo:
+def _info(
+    config: VerifyConfig,
+    engine: DeviceEngine,
+    identity: Identity,
+    step_times: tuple[StepPoint, ...],
+) -> VerifyInfo:
     target = engine.target
     return VerifyInfo(
         identity=identity.as_dict(),
@@ -193,4 +179,5 @@ def _info(config: VerifyConfig, engine: DeviceEngine, identity: Identity) -> Ver
         max_sequences=config.max_sequences,
         page_size_tokens=config.page_size_tokens,
         num_pages=config.num_pages,
+        step_times=step_times,
     )

@@ -210,7 +210,8 @@ class StepParts:
             ),
             x["stop_tokens"],
             max_depth=self.shape.max_depth,
-            backend=Backend.XLA,
+            backend=self.backend,
+            chip=self.chip,
         )
 
     def _logprobs(self, logits: jax.Array, accepted: Accepted, x: Arrays) -> TokenLogprobs:

@@ -19,7 +19,14 @@ import numpy as np
 
 from common.types import TreeShape
 from draft_service.training.generate import Chat, respond
-from draft_service.training.replay import Answer, acceptance_length, make_engine, padded, replay
+from draft_service.training.replay import (
+    Answer,
+    acceptance_length,
+    make_engine,
+    padded,
+    per_depth,
+    replay,
+)
 from draft_service.training.target_states import make_target_states
 from models.config import TargetConfig
 from models.eagle3 import FeatureKind, HeadConfig, HeadOverrides, load_head
@@ -57,6 +64,7 @@ class Reading:
     boundaries: tuple[int, ...]
     rounds: int
     acceptance_length: float | None
+    per_depth: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +132,13 @@ def check_head(settings: CheckSettings, report: Report) -> CheckReport:
         temperature=settings.temperature,
         tree=settings.tree,
         readings=tuple(
-            Reading(name, boundaries, len(rounds), acceptance_length(rounds))
+            Reading(
+                name,
+                boundaries,
+                len(rounds),
+                acceptance_length(rounds),
+                per_depth(rounds, settings.tree.max_depth),
+            )
             for (name, boundaries), rounds in zip(readings, emitted, strict=True)
         ),
     )

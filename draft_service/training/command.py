@@ -36,9 +36,13 @@ def train(parsed: argparse.Namespace) -> int:
     # One device per core: a batch is split over them, which keeps all cores at work. It must be
     # said before jax makes its devices.
     jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)  # type: ignore[no-untyped-call]
-    from draft_service.training.recipe import load_recipe
-    from draft_service.training.run import train as run
-
+    try:
+        from draft_service.training.recipe import load_recipe
+        from draft_service.training.run import train as run
+    except ModuleNotFoundError as error:
+        raise StartupError(
+            f"training needs {error.name}, which is not installed: pip install 'canopy[train]'"
+        ) from error
     overrides: dict[str, object] = {}
     for item in parsed.set:
         field, equals, value = item.partition("=")
@@ -47,7 +51,7 @@ def train(parsed: argparse.Namespace) -> int:
         overrides[field] = yaml.safe_load(value)
     try:
         head = run(load_recipe(parsed.recipe, overrides), parsed.max_steps)
-    except (ModelError, ValueError) as error:
+    except (ModelError, ValueError, OSError) as error:
         raise StartupError(str(error)) from error
     print(json.dumps({"head": str(head)}))
     return 0

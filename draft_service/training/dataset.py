@@ -40,12 +40,17 @@ def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
 
     Raises ValueError naming file, line and field.
     """
+    if not path.is_file():
+        raise ValueError(f"data.responses: no file {path}; `canopy head generate-data` writes one")
     samples: list[Sample] = []
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
             if limit is not None and len(samples) == limit:
                 break
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not JSON ({error})") from None
             for field in ("prompt_ids", "response_ids"):
                 if not row.get(field):
                     raise ValueError(
@@ -63,6 +68,17 @@ def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
     if not samples:
         raise ValueError(f"{path}: no rows")
     return samples
+
+
+def check_vocabulary(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Raises ValueError for a token that the target does not have."""
+    for number, sample in enumerate(samples, 1):
+        tokens = sample.tokens
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise ValueError(
+                f"data.responses: sequence {number} has token {int(tokens.max())}, outside the"
+                f" target's vocabulary of {vocab_size}; it was written by another model"
+            )
 
 
 def split_validation(

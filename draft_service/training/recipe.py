@@ -105,6 +105,8 @@ def load_recipe(path: Path, overrides: dict[str, object] | None = None) -> Recip
         *parents, leaf = name.split(".")
         for parent in parents:
             section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise RecipeError(f"{path}: {name}: {parent} is {section!r} and has no fields")
         section[leaf] = value
     try:
         return Recipe.model_validate(raw)

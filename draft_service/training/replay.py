@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,14 @@ def num_accepted(tree: DraftTree, truth: list[int]) -> int:
 def acceptance_length(emitted: list[int]) -> float | None:
     """Mean num_emitted; None of no rounds."""
     return round(float(np.mean(emitted)), 4) if emitted else None
+
+
+def per_depth(emitted: list[int], max_depth: int) -> list[float]:
+    """Share of the rounds that came to depth d + 1 which found their token there; as deep as any
+    came."""
+    accepted = np.asarray(emitted) - 1
+    reached = [int((accepted >= depth).sum()) for depth in range(max_depth + 1)]
+    return [round(after / before, 4) for before, after in pairwise(reached) if before]
 
 
 def padded(tokens: list[int], multiple: int) -> np.ndarray[Any, np.dtype[np.int32]]:

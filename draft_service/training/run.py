@@ -15,6 +15,7 @@ from common.types import Int32Array
 from draft_service.training.dataset import (
     DraftVocabulary,
     Sample,
+    check_vocabulary,
     choose_vocabulary,
     read_samples,
     split_validation,
@@ -151,6 +152,7 @@ def _start(
 
 def open_cache(recipe: Recipe, target: Target, samples: list[Sample]) -> FeatureCache:
     """The cache that the recipe names, checked against target and data."""
+    check_vocabulary(samples, target.config.vocab_size)
     meta = CacheMeta(
         target_sha256=hashlib.sha256(target.tensor(FINAL_NORM).tobytes()).hexdigest(),
         data_sha256=digest_of(samples),

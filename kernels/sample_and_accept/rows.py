@@ -172,16 +172,18 @@ class RowBlock:
         ) -> tuple[tuple[Best, ...], jax.Array]:
             runs, flagged = list(state[0]), state[1]
             found, flag = values(chunk)
-            ids = _registers(chunk.ids.astype(jnp.float32))
-            for k, (value, token) in enumerate(zip(_registers(found), ids, strict=True)):
-                runs[k % RUNS] = runs[k % RUNS].push(value, token)
+            for k, value in enumerate(_registers(found)):
+                # Only a register's first token is kept, a scalar: the lane says the rest.
+                runs[k % RUNS] = runs[k % RUNS].push(value, jnp.int32(chunk.start + k * LANES))
             if flag is not None:
-                marks = jnp.where(flag, jnp.float32(1), jnp.float32(0))
-                flagged = jnp.maximum(flagged, _tree(jnp.maximum, marks))
+                for mark in _registers(flag):
+                    flagged = jnp.where(mark, jnp.float32(1), flagged)
             return tuple(runs), flagged
 
         runs, flagged = self.walk(visit, start, size)
         best = functools.reduce(Best.merge, runs)
+        token = best.token + lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 1)
+        best = best._replace(token=token.astype(jnp.float32))
         return best.over_last_axis(), jnp.max(flagged, axis=1, keepdims=True)
 
     # ---- the passes

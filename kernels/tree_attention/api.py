@@ -111,7 +111,7 @@ def tree_attention(
     if backend.uses_kernel:
         if chip is None:
             raise ValueError(f"chip: backend {backend.value} needs one of kernels.chips.CHIPS")
-        attended: jax.Array = tree_attention_pallas(
+        kernel_out: jax.Array = tree_attention_pallas(
             q,
             block_kv,
             pages,
@@ -128,7 +128,7 @@ def tree_attention(
             chip=chip,
             interpret=pltpu.InterpretParams() if backend is Backend.INTERPRET else False,
         )
-        return attended
+        return kernel_out
     out: jax.Array = tree_attention_xla(
         q,
         block_kv,

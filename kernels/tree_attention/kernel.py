@@ -548,7 +548,7 @@ def _scratch_shapes(
     return [*buffers, *softmax, *[pltpu.SemaphoreType.DMA((2,)) for _ in range(7)]]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "chip", "interpret", "blocks"))
+@functools.partial(jax.jit, static_argnames=("scale", "window", "chip", "blocks", "interpret"))
 def tree_attention_pallas(
     q: jax.Array,  # [Tq, q_heads, head_dim]
     block_kv: jax.Array,  # [Tk, kv_heads, 2*head_dim]
@@ -569,6 +569,8 @@ def tree_attention_pallas(
     interpret: Any = False,
 ) -> jax.Array:
     """The Pallas call; arguments as in `api.tree_attention`. `blocks`: other sizes than the chip's.
+
+    Jitted: a model of many layers traces and lowers it once.
 
     `interpret`: False, or `pltpu.InterpretParams`. Raises ValueError for a head_dim, page size or
     number of heads that the kernel is not built for.

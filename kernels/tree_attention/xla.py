@@ -7,11 +7,11 @@ float32. Trip counts are dynamic, so neither batch nor context has a compiled wi
 sums run over the same key blocks whatever else is in the batch.
 
 A tile's size is chosen at run time among `TILES`: one row for a root alone, 16 for a tree, 128 for
-prefill. Measured on two CPU cores at SmolLM2's shape (9 query heads, 3 KV heads, head_dim 64, 30
-layers) against dense attention over a contiguous cache of the same length: T=1 1.4 ms to 1.6 at
-200 tokens and 8 to 29 at 2,000; T=16 4.5 to 3.9 and 24 to 60. Slicing K and V apart beats
-zero-padded packed rows, key blocks of 512 beat 256 by a quarter at 2,000 tokens; tails are taken
-in 128.
+prefill. Measured on two CPU cores, busy with other work besides, interleaved, least of 25 runs, at
+SmolLM2's shape (9 query heads, 3 KV heads, head_dim 64, 30 layers) in float32, against dense masked
+attention over a contiguous cache of exactly that length: T=1 3.2 ms to 4.2 at 200 tokens and 24 to
+79 at 2,000; T=16 9.3 to 6.6 and 63 to 116. Slicing K and V apart beat zero-padded packed rows, and
+key blocks of 512 those of 256, when last compared; tails are taken in 128.
 """
 
 from __future__ import annotations

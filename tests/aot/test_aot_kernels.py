@@ -85,3 +85,18 @@ def test_attention_splits_over_kv_heads_without_a_collective() -> None:
     for collective in ("all-reduce", "all-gather", "all-to-all", "collective-permute"):
         assert not program.operations(collective)
     assert program.temp_bytes < _pages_bytes(SMALL) / 8
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_layers": 1, "num_pages": 4096, "kv_heads": 8},  # a draft head
+        {"num_layers": 80, "kv_heads": 1, "batch": 32},  # 70B on 8 chips
+        {"num_layers": 36, "kv_heads": 2, "batch": 128},
+    ],
+    ids=str,
+)
+def test_commit_is_in_place_where_a_scatter_of_whole_rows_copies_all_pages(sizes: Any) -> None:
+    model = dataclasses.replace(SMALL, **sizes)
+    program = _compile("v5e", programs.commit(model))
+    assert program.temp_bytes < _pages_bytes(model) / 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import shutil
 import subprocess
@@ -50,11 +51,17 @@ def run_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="session")
 def render(tmp_path_factory: pytest.TempPathFactory) -> Render:
     """`render(values, preset)`: the objects that helm makes of them, in namespace `llm`."""
-    directory = tmp_path_factory.mktemp("values")
+    file = tmp_path_factory.mktemp("values") / "values.yaml"
+    known: dict[tuple[str, Path | None], list[Object]] = {}
 
     def rendered(values: Object | None = None, preset: Path | None = None) -> list[Object]:
-        file = directory / "values.yaml"
-        file.write_text(yaml.safe_dump(values or {}))
+        text = yaml.safe_dump(values or {})
+        if (text, preset) not in known:
+            known[text, preset] = template(text, preset)
+        return copy.deepcopy(known[text, preset])
+
+    def template(text: str, preset: Path | None) -> list[Object]:
+        file.write_text(text)
         files = [str(path) for path in (preset, file) if path]
         flags = [part for path in files for part in ("--values", path)]
         result = run_helm("template", "rel", str(CHART), "--namespace", "llm", *flags)
@@ -67,7 +74,8 @@ def render(tmp_path_factory: pytest.TempPathFactory) -> Render:
 @pytest.fixture(scope="session")
 def settings() -> StackSettings:
     model = library.fetch_model(library.DEMO_MODEL)
-    return StackSettings(model=model, head=library.demo_head(model), show_logs=False)
+    patient = {"router": ("--tree-seconds", "30")}  # on a busy machine drafts come late
+    return StackSettings(model=model, head=library.demo_head(model), flags=patient, show_logs=False)
 
 
 @pytest.fixture(scope="session")

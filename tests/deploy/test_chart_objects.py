@@ -75,7 +75,7 @@ MATRIX: dict[str, Object] = {
     "pull-secrets": {"image": {"pullSecrets": ["a", "b"], "tag": "1.2.3"}},
     "hpa": scaling("hpa"),
     "keda": scaling("keda"),
-    "keda-multihost": scaling("keda", slice="v5p-8"),
+    "keda-multihost": {**scaling("keda", slice="v5p-8"), "experimentalMultiHost": True},
     "pod-monitor": {"monitoring": EVERYTHING},
     "service-monitor": {"monitoring": {**EVERYTHING, "monitor": "serviceMonitor"}},
     "any-namespace": {"networkPolicy": {"monitoringNamespace": ""}},
@@ -86,6 +86,7 @@ MATRIX: dict[str, Object] = {
         }
     },
     "custom-slice": {
+        "experimentalMultiHost": True,
         "verify": {
             "slice": "custom",
             "customSlice": {
@@ -100,7 +101,13 @@ MATRIX: dict[str, Object] = {
         "verify": {"config": {"kv_pool_tokens": 262144, "row_buckets": [8, 64]}},
         "fullnameOverride": "spec", "logFormat": "text",
     },
-    **{f"slice-{name}": {"draft": {"slice": name}, "verify": {"slice": name}} for name in SLICES},
+    "replicas": {"router": {"replicas": 3}, "draft": {"replicas": 2}, "verify": {"replicas": 3}},
+    **{
+        f"slice-{name}": {
+            "experimentalMultiHost": True, "draft": {"slice": name}, "verify": {"slice": name}
+        }
+        for name in SLICES
+    },
 }  # fmt: skip
 CASES = [
     *(pytest.param(values, None, id=name) for name, values in MATRIX.items()),
@@ -133,7 +140,8 @@ def test_every_object_is_valid(
 
 
 def test_a_misspelt_field_is_seen(render: Render) -> None:
-    objects = render({"monitoring": EVERYTHING, "verify": {"slice": "v5p-8"}, **scaling_of_draft()})
+    values = {"monitoring": EVERYTHING, "verify": {"slice": "v5p-8"}, "experimentalMultiHost": True}
+    objects = render({**values, "draft": {"autoscaling": {"kind": "keda"}}})
     for kind, path in {
         "Deployment": ("spec", "template", "spec"),
         "PodMonitor": ("spec", "podMetricsEndpoints", 0),
@@ -148,10 +156,6 @@ def test_a_misspelt_field_is_seen(render: Render) -> None:
             place = place[step]
         place["planted"] = 1
         assert any("planted" in line for line in failures(item, LATEST)), kind
-
-
-def scaling_of_draft() -> Object:
-    return {"draft": {"autoscaling": {"kind": "keda"}}}
 
 
 @pytest.mark.parametrize(("values", "preset"), CASES)
@@ -200,7 +204,8 @@ def test_probes_ask_for_names_that_the_service_has(render: Render, service: str)
 
 @pytest.mark.parametrize("name", ["v5e-8", "v5p-8"])
 def test_services_and_policies_select_the_pods(render: Render, name: str) -> None:
-    objects = render({"verify": {"slice": name}, "draft": {"slice": name}})
+    own = {"slice": name, "replicas": 2}
+    objects = render({"experimentalMultiHost": True, "verify": own, "draft": own})
     templates = pods(objects)
     for item in objects:
         if item["kind"] == "Service":
@@ -216,14 +221,34 @@ def test_services_and_policies_select_the_pods(render: Render, name: str) -> Non
         assert any(selector.items() <= have.items() for have in labels), item["metadata"]["name"]
     config = yaml.safe_load(configs(objects)["router"])
     for role in ("verify", "draft"):
-        host, _, port = config[role].partition(":")
-        service = named(objects, "Service", host.split(".")[0])
-        assert service["spec"]["clusterIP"] == "None"
-        assert int(port) in [p["port"] for p in service["spec"]["ports"]]
+        assert len(config[role]) == 2
+        for index, address in enumerate(config[role]):
+            host, _, port = address.partition(":")
+            pod, governing, namespace, _ = host.split(".")
+            assert (pod, namespace) == (f"rel-canopy-{role}-{index}", "llm")
+            if name == "v5p-8":  # the controller makes the set's Service, and names its leaders so
+                assert governing == f"rel-canopy-{role}"
+                assert "LeaderWorkerSet" in {o["kind"] for o in objects}
+                continue
+            service = named(objects, "Service", governing)
+            assert service["spec"]["clusterIP"] == "None"
+            assert int(port) in [p["port"] for p in service["spec"]["ports"]]
+            owner = named(objects, "StatefulSet", f"rel-canopy-{role}")
+            assert owner["spec"]["serviceName"] == governing
+
+
+def test_a_target_is_split_over_the_chips_of_its_host(render: Render) -> None:
+    for name, chips in (("v5e-8", 8), ("v5e-1", 1), ("cpu", None)):
+        config = yaml.safe_load(configs(render({"verify": {"slice": name}}))["verify"])
+        assert config.get("tensor_parallel") == chips
+    own = {"slice": "v5e-8", "config": {"tensor_parallel": 4}}
+    config = yaml.safe_load(configs(render({"verify": own}))["verify"])
+    assert config["tensor_parallel"] == 4
 
 
 def test_multi_host_slices_become_groups(render: Render) -> None:
-    group = named(render({"verify": {"slice": "v6e-16"}}), "LeaderWorkerSet", "rel-canopy-verify")
+    objects = render({"verify": {"slice": "v6e-16"}, "experimentalMultiHost": True})
+    group = named(objects, "LeaderWorkerSet", "rel-canopy-verify")
     template = group["spec"]["leaderWorkerTemplate"]
     assert template["size"] == 4
     for part in ("leaderTemplate", "workerTemplate"):

@@ -31,8 +31,13 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "no-image": ({"model": {"source": "image"}}, "model.image.reference: empty"),
     "no-cache-claim": ({"compileCache": {"type": "claim"}}, "compileCache.claim.name: empty"),
     "custom-slice-without-chip": ({"verify": {"slice": "custom"}}, "verify.customSlice.chip"),
+    "several-hosts": ({"verify": {"slice": "v5p-8"}}, "verify.slice: v5p-8 has 2 hosts"),
     "claims-for-a-group": (
-        {"verify": {"slice": "v5p-8"}, "compileCache": {"type": "perReplica"}},
+        {
+            "verify": {"slice": "v5p-8"},
+            "compileCache": {"type": "perReplica"},
+            "experimentalMultiHost": True,
+        },
         "perReplica needs a slice of one host",
     ),
 }

@@ -132,3 +132,21 @@ def test_the_routers_environment_serves_and_asks(
         deadline = time.monotonic() + 30
         assert process.wait(max(1.0, deadline - time.monotonic())) == 0
         process.stdout.close()
+
+
+def test_what_pods_fetch_is_where_they_look_for_it(
+    render: Render, settings: StackSettings, tmp_path: Path
+) -> None:
+    """Each pod's first container in the preset for CPUs, where the model is there already."""
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    (mount / "models").symlink_to(settings.model.parent)
+    objects = render(preset=ROOT / "deploy/helm/canopy/presets/cpu.yaml")
+    (pod,) = (pod for owner, pod in pods(objects) if owner.endswith("/rel-canopy-draft"))
+    (container,) = pod["spec"]["initContainers"]
+    command = [str(mount) if part == "/models" else part for part in container["command"]]
+    assert command[0] == "python"
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=120, capture_output=True)
+    config = yaml.safe_load(named(objects, "ConfigMap", "rel-canopy-draft")["data"]["config.yaml"])
+    for path, file in ((config["target"], "tokenizer.json"), (config["head"], "config.json")):
+        assert (Path(path.replace("/models", str(mount), 1)) / file).is_file()

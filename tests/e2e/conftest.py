@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from canopy import library
 from canopy.client import Client
 from canopy.stack import Stack, StackSettings
 from canopy.v1 import generation_pb2_grpc
+from tests.e2e.metrics import read_metric
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,10 @@ def head(model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def stack(model: Path, head: Path) -> Iterator[Stack]:
-    with Stack(StackSettings(model=model, head=head, show_logs=False)) as running:
+    """Generations wait out a verify that is killed and started anew: test_chaos does that."""
+    router = ("--verify-lost-seconds", "240")
+    settings = StackSettings(model=model, head=head, flags={"router": router}, show_logs=False)
+    with Stack(settings) as running:
         yield running
 
 
@@ -51,11 +54,7 @@ def metric(stack: Stack) -> Callable[[str, str], float]:
     """`metric("verify", 'canopy_verify_kv_pages{state="live"}')`: its value as scraped now."""
 
     def read(service: str, name: str) -> float:
-        url = f"http://{stack.children[service].metrics_address}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as response:
-            lines = response.read().decode().splitlines()
-        (value,) = (line.rsplit(" ", 1)[1] for line in lines if line.rsplit(" ", 1)[0] == name)
-        return float(value)
+        return read_metric(stack.children[service].metrics_address, name)
 
     return read
 

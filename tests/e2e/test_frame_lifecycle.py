@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from canopy.client import Client
 from canopy.results import Chunk, Completion, Message, Options
 from canopy.stack import Child, Stack, StackSettings
+from common.server import LIVENESS
 
 pytestmark = pytest.mark.e2e
 
@@ -227,6 +228,7 @@ def test_health_turns_from_not_serving_to_serving(model: Path) -> None:
         child.await_event("listening", deadline)
         assert health_of(child.address) == NOT_SERVING
         assert health_of(child.address, SERVICES["verify"]) == NOT_SERVING
+        assert health_of(child.address, LIVENESS) == SERVING
         child.await_event("serving", deadline)
         assert health_of(child.address, SERVICES["verify"]) == SERVING
     finally:

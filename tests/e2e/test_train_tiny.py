@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_target import write_tiny_target
 
@@ -29,9 +30,15 @@ log_every_steps: 5
 
 
 def canopy(*arguments: str, directory: Path) -> list[dict[str, Any]]:
-    """The command's JSON lines. Compiled programs are kept: a resumed run need not compile."""
+    """The JSON lines of `canopy head`."""
+    lines = run("canopy.cli", "head", *arguments, directory=directory)
+    return [json.loads(line) for line in lines]
+
+
+def run(module: str, *arguments: str, directory: Path) -> list[str]:
+    """The module's lines. Compiled programs are kept: a resumed run need not compile."""
     done = subprocess.run(
-        [sys.executable, "-m", "canopy.cli", "head", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=directory,
         env={
             **os.environ,
@@ -46,7 +53,7 @@ def canopy(*arguments: str, directory: Path) -> list[dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
 
 
 def write_prompts(directory: Path) -> None:
@@ -86,3 +93,27 @@ def test_prompts_become_a_head_that_drafts(tmp_path: Path) -> None:
     canopy(*train, "--set", "output=fresh", "--max-steps", "0", directory=tmp_path)
     fresh = canopy(*check, "fresh/head", directory=tmp_path)[0]["readings"][0]
     assert trained["acceptance_length"] > fresh["acceptance_length"] + 0.5
+
+
+@pytest.mark.slow
+def test_layers_of_both_conventions_are_trained_and_measured_alike(tmp_path: Path) -> None:
+    write_tiny_target(tmp_path / "target")
+    rng = np.random.default_rng(1)
+    rows = [rng.integers(0, 200, 30).tolist() for _ in range(6)]
+    answers = [json.dumps({"prompt_ids": row[:6], "response_ids": row[6:]}) for row in rows]
+    (tmp_path / "responses.jsonl").write_text("\n".join(answers))
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    lines = run(
+        "benchmarks.layers", "--recipe", "recipe.yaml", "--set", "optimiser.total_steps=5",
+        "--variants", "1A,2B", "--suite", "own=responses.jsonl", "--limit", "2",
+        "--output", "layers", directory=tmp_path,
+    )  # fmt: skip
+    result = json.loads(lines[-1])
+    one, two = result["variants"]["1A"], result["variants"]["2B"]
+    assert one["steps"] == two["steps"] == 5
+    assert two["parameters"] > one["parameters"]
+    for found in (one, two):
+        assert found["suites"]["own"]["rounds"] > 0
+        assert found["suites"]["own"]["acceptance_length"] >= 1.0
+        assert found["tree_milliseconds"] > 0
+    assert json.loads((tmp_path / "layers" / "layers.json").read_text()) == result

@@ -15,6 +15,7 @@ from kernels.backend import Backend
 from kernels.kv_commit.api import kv_commit
 from kernels.kv_commit.reference import reference_kv_commit
 from kernels.kv_commit.shapes import EDGE_SHAPES, CommitShape
+from kernels.kv_layout import scatter_pairs, scatter_rows
 
 commit = jax.jit(functools.partial(kv_commit, backend=Backend.XLA), donate_argnums=(0,))
 
@@ -49,6 +50,19 @@ def test_only_valid_rows_change_the_pages(which: int, seed: int) -> None:
     arrays = arrays_for(EDGE_SHAPES[which], np.random.default_rng(seed))
     got = commit(*(jnp.asarray(array) for array in arrays))
     np.testing.assert_array_equal(got, reference_kv_commit(*arrays))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**16))
+def test_the_form_for_tpu_writes_the_same(seed: int) -> None:
+    """`write_rows` picks a form by platform; both run anywhere."""
+    rng = np.random.default_rng(seed)
+    pages = jnp.asarray(rng.normal(size=(2, 5, 3, 4, 8)), jnp.float32)
+    rows = jnp.asarray(rng.normal(size=(2, 12, 3, 8)), jnp.float32)
+    places = rng.permutation(7 * 4)[:12].astype(np.int32)  # pages 5 and 6 do not exist
+    page, offset = jnp.asarray(places // 4), jnp.asarray(places % 4)
+    by_pair = jax.jit(scatter_pairs)(pages, rows, page, offset)
+    np.testing.assert_array_equal(by_pair, jax.jit(scatter_rows)(pages, rows, page, offset))
 
 
 def test_donated_pages_are_written_in_place() -> None:

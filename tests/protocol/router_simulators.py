@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from canopy.v1 import (
     verify_pb2,
     verify_pb2_grpc,
 )
+from common.security import RequireToken, ServerTls
 from common.server import server_options
 from tests.protocol.router_toys import ROW_WIDTH, VOCAB_SIZE, ToyDraft, ToyVerify
 
@@ -198,6 +200,8 @@ class Host:
 
     simulator: VerifySimulator | DraftSimulator
     port: int = 0
+    tls: ServerTls | None = None
+    token_file: Path | None = None
     server: grpc.aio.Server | None = None
     health: health.aio.HealthServicer = field(default_factory=health.aio.HealthServicer)
 
@@ -211,7 +215,8 @@ class Host:
         return f"canopy.v1.{kind}Service"
 
     async def start(self) -> None:
-        server = grpc.aio.server(options=server_options(1 << 24))
+        guards = [RequireToken(self.token_file)] if self.token_file else []
+        server = grpc.aio.server(interceptors=guards, options=server_options(1 << 24))
         if isinstance(self.simulator, VerifySimulator):
             verify_pb2_grpc.add_VerifyServiceServicer_to_server(self.simulator, server)
         else:
@@ -219,7 +224,11 @@ class Host:
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         await self.say_serving(True)
-        self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if self.tls is None:
+            self.port = server.add_insecure_port(address)
+        else:
+            self.port = server.add_secure_port(address, self.tls.credentials())
         await server.start()
         self.server = server
 

@@ -219,6 +219,13 @@ def test_a_bad_recipe_names_field_and_value(tmp_path: Path, text: str, message: 
         load_recipe(path)
 
 
+def test_an_override_below_a_plain_value_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("target: a\noutput: b\ndata: {responses: r, cache: c}")
+    with pytest.raises(RecipeError, match=r"target\.size: target is 'a' and has no fields"):
+        load_recipe(path, {"target.size": 3})
+
+
 def test_shipped_recipes_are_valid_and_overrides_reach_them() -> None:
     recipes = Path(__file__).parents[2] / "draft_service" / "training" / "recipes"
     found = sorted(recipes.glob("*.yaml"))

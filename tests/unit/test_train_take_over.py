@@ -188,3 +188,25 @@ def test_a_head_with_parts_that_cannot_be_trained_is_refused(trained: Path, tmp_
     ):
         prepare(make_recipe(trained, "refused", init_from=str(head)), silent)
     assert config["vocab_size"] == VOCAB_SIZE
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ('{"prompt_ids": [1], "response_ids": [2, 260]}\n', r"sequence 1 has token 260, outside"),
+        ('{"prompt_ids": [1]}\n', r"rows\.jsonl:1: response_ids is missing or empty"),
+        ('{"prompt_ids": [1], "response_ids": [2]}\noops\n', r"rows\.jsonl:2: not JSON"),
+        ("", r"rows\.jsonl: no rows"),
+    ],
+)
+def test_bad_data_is_refused_before_anything_is_computed(
+    trained: Path, tmp_path: Path, rows: str, message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(rows)
+    recipe = make_recipe(trained, "bad")
+    data = recipe.data.model_copy(
+        update={"responses": tmp_path / "rows.jsonl", "cache": tmp_path / "cache"}
+    )
+    with pytest.raises(ValueError, match=message):
+        capture_missing(recipe.model_copy(update={"data": data}), silent)
+    assert not (tmp_path / "cache").exists()

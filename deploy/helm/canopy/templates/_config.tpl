@@ -15,11 +15,10 @@
   "log_format" $values.logFormat
 -}}
 {{- if eq .name "router" -}}
-{{- $verify := dict "root" .root "name" "verify" -}}
-{{- $draft := dict "root" .root "name" "draft" -}}
 {{- $_ := set $config "model" $target -}}
-{{- $_ := set $config "verify" (include "canopy.address" $verify) -}}
-{{- $_ := set $config "draft" (ternary (include "canopy.address" $draft) "" $values.draft.enabled) -}}
+{{- range $peer := without (include "canopy.services" .root | fromJsonArray) "router" -}}
+{{- $_ := set $config $peer (include "canopy.replicas" (dict "root" $.root "name" $peer) | fromJsonArray) -}}
+{{- end -}}
 {{- else -}}
 {{- $_ := set $config "platform" $slice.platform -}}
 {{- $_ := set $config "chip" $slice.chip -}}
@@ -27,6 +26,7 @@
 {{- end -}}
 {{- if eq .name "verify" -}}
 {{- $_ := set $config "model" $target -}}
+{{- if $slice.chipsPerHost }}{{ $_ := set $config "tensor_parallel" (int $slice.chipsPerHost) }}{{ end -}}
 {{- if $values.draft.enabled }}{{ $_ := set $config "head" $head }}{{ end -}}
 {{- end -}}
 {{- if eq .name "draft" -}}
@@ -34,6 +34,20 @@
 {{- $_ := set $config "target" $target -}}
 {{- end -}}
 {{- mergeOverwrite $config (deepCopy $own.config) | toYaml -}}
+{{- end -}}
+
+{{- /* Addresses of every pod that may be called, as JSON: their names are stable. A replica that an
+       autoscaler has not started is an address that does not answer. */ -}}
+{{- define "canopy.replicas" -}}
+{{- $own := get .root.Values .name -}}
+{{- $name := include "canopy.serviceName" . -}}
+{{- $most := ternary $own.replicas $own.autoscaling.maxReplicas (eq $own.autoscaling.kind "none") -}}
+{{- $addresses := list -}}
+{{- range $index := until (int $most) -}}
+{{- $pod := printf "%s-%d.%s.%s.svc" $name $index $name $.root.Release.Namespace -}}
+{{- $addresses = append $addresses (printf "%s:%s" $pod (include "canopy.port" $)) -}}
+{{- end -}}
+{{- toJson $addresses -}}
 {{- end -}}
 
 {{- define "canopy.address" -}}

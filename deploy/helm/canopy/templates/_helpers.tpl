@@ -73,6 +73,15 @@ app.kubernetes.io/component: {{ .name }}
 {{- end -}}
 {{- end -}}
 
+{{- /* The headless Service that gives pods their names. A LeaderWorkerSet's controller makes its own,
+       of the set's name; ours then is for the leaders alone. */ -}}
+{{- define "canopy.headlessName" -}}
+{{- $slice := include "canopy.slice" . | fromJson -}}
+{{- $suffix := "" -}}
+{{- if eq .name "router" }}{{ $suffix = "-headless" }}{{ else if gt (int $slice.hosts) 1 }}{{ $suffix = "-leader" }}{{ end -}}
+{{ include "canopy.serviceName" . }}{{ $suffix }}
+{{- end -}}
+
 {{- define "canopy.image" -}}
 {{- $image := (get .root.Values .name).image -}}
 {{- $repository := $image.repository -}}

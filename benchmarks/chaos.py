@@ -1,0 +1,217 @@
+"""Does anything get lost when replicas are killed at random and clients leave at random?
+
+    python -m benchmarks.chaos --minutes 5 --streams 4
+
+Real processes: a router, several verify and draft replicas. First every prompt is answered in
+peace. Then streams of the same prompts run side by side while replicas get SIGKILL and are started
+anew on their ports (only where another of the same service is serving), and some clients cancel in
+mid-stream. Every token that came is compared with the quiet answer, up to a pick within the margin.
+
+- `divergent_streams`: streams with another token than the quiet answer's, above the margin.
+- `gap_seconds`: of the streams that ran when a replica was killed, the longest wait between two
+  chunks around that moment, the kill's own streams and all others alike; `quiet` is the longest
+  wait of the quiet answers, which ran as many at a time.
+- `recovery_seconds`: from SIGKILL to SERVING of the new process.
+- `pages_leaked`: KV pages in use on any replica when all streams are over.
+
+The last line is JSON; exit code 0 if nothing was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.chaos_streams import Cause, Kill, Load, Plan, Stream, gaps_around, longest_wait
+from benchmarks.lossless import MARGIN, first_difference, margin_at
+from benchmarks.prompts import GOLDENS, read_conversations
+from benchmarks.serving import print_report
+from canopy import library
+from canopy.client import Client
+from canopy.results import CanopyError, Options
+from canopy.stack import Stack, StackSettings
+from common.entry import run_program
+from common.errors import StartupError
+
+PATIENT = ("--verify-lost-seconds", "600")
+SETTLE_SECONDS = 60.0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=2.0, help="of trouble [%(default)s]")
+    parser.add_argument("--streams", type=int, default=4, help="at a time [%(default)s]")
+    parser.add_argument("--verify", type=int, default=2, help="verify replicas [%(default)s]")
+    parser.add_argument("--draft", type=int, default=2, help="draft replicas [%(default)s]")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of a stream [%(default)s]")
+    parser.add_argument("--prompts", type=Path, default=GOLDENS, help="JSON lines [our own]")
+    parser.add_argument("--limit", type=int, default=6, help="prompts used [%(default)s]")
+    parser.add_argument("--temperature", type=float, default=0.8, help="of every second prompt")
+    parser.add_argument("--cancel-share", type=float, default=0.25, help="of the streams")
+    parser.add_argument("--pause", type=float, default=8.0, help="seconds between kills, about")
+    parser.add_argument("--seed", type=int, default=1, help="of the trouble [%(default)s]")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if nothing was lost. Raises StartupError."""
+    arguments = parse(argv)
+    model = library.fetch_model(library.DEMO_MODEL)
+    settings = StackSettings(
+        model=model,
+        head=library.demo_head(model),
+        num_verify=arguments.verify,
+        num_draft=arguments.draft,
+        flags={"router": PATIENT},
+        show_logs=False,
+    )
+    try:
+        with Stack(settings) as stack, Client(stack.address) as client:
+            result = run(stack, client, arguments)
+    except CanopyError as error:
+        raise StartupError(str(error)) from None
+    print_report(result, arguments)
+    lost = result["divergent_streams"] or result["failed"] or result["pages_leaked"]
+    return 1 if lost else 0
+
+
+def run(stack: Stack, client: Client, arguments: argparse.Namespace) -> dict[str, object]:
+    plans = make_plans(arguments)
+    print(f"quiet answers of {len(plans)} prompts", flush=True)
+    with ThreadPoolExecutor(arguments.streams) as threads:
+        quiet = list(threads.map(lambda plan: Stream(plan).read(client), plans))
+    load = Load(client, plans, arguments.cancel_share, random.Random(arguments.seed))
+    load.start(arguments.streams)
+    try:
+        kills = make_trouble(stack, arguments)
+    finally:
+        streams = load.finish()
+    return report(stack, quiet, streams, kills, arguments)
+
+
+def make_plans(arguments: argparse.Namespace) -> list[Plan]:
+    """Every second prompt is sampled, the others are greedy."""
+    plans = []
+    for index, conversation in enumerate(read_conversations(arguments.prompts, arguments.limit)):
+        options = Options(
+            max_tokens=arguments.max_tokens,
+            temperature=arguments.temperature if index % 2 else 0.0,
+            seed=index,
+            ignore_eos=True,
+            token_ids=True,
+            pick_margins=True,
+        )
+        plans.append(Plan(index, conversation.messages, options))
+    return plans
+
+
+def make_trouble(stack: Stack, arguments: argparse.Namespace) -> list[Kill]:
+    """Kills and restarts until the time is over; then waits for the last restart."""
+    chance = random.Random(arguments.seed + 1)
+    end = time.monotonic() + 60 * arguments.minutes
+    kills: list[Kill] = []
+    while time.monotonic() < end:
+        time.sleep(chance.uniform(0.5, 1.5) * arguments.pause)
+        away = {kill.name for kill in kills if not kill.is_back()}
+        names = [name for name in stack.children if name != "router" and name not in away]
+        safe = [n for n in names if sum(m.startswith(n.partition("-")[0]) for m in names) > 1]
+        if not safe or time.monotonic() >= end:
+            continue
+        kill = Kill(chance.choice(safe), time.monotonic())
+        stack.kill(kill.name)
+        kill.child = stack.restart(kill.name)
+        kills.append(kill)
+        print(f"killed {kill.name}", flush=True)
+    for kill in kills:
+        kill.wait_until_back()
+    return kills
+
+
+def report(
+    stack: Stack,
+    quiet: Sequence[Stream],
+    streams: Sequence[Stream],
+    kills: Sequence[Kill],
+    arguments: argparse.Namespace,
+) -> dict[str, object]:
+    near_ties, divergent = 0, []
+    for stream in streams:
+        expected = quiet[stream.plan.index]
+        tokens = expected.tokens[: len(stream.tokens)]
+        place = first_difference(tuple(stream.tokens), tuple(tokens))
+        if place is None:
+            continue
+        margin = margin_at(place, stream.margins, expected.margins)
+        near_ties += margin <= MARGIN
+        if margin > MARGIN:
+            divergent.append({"prompt": stream.plan.index, "place": place, "margin": margin})
+    causes = Counter(stream.cause for stream in streams)
+    gaps = {
+        service: summary(
+            [gap for k in kills if k.service == service for gap in gaps_around(k, streams)]
+        )
+        for service in ("draft", "verify")
+    }
+    recovery = {
+        service: summary([k.recovery_seconds for k in kills if k.service == service])
+        for service in ("draft", "verify")
+    }
+    return {
+        "benchmark": "chaos",
+        "minutes": arguments.minutes,
+        "streams": len(streams),
+        "completed": causes[Cause.COMPLETED],
+        "cancelled": causes[Cause.CANCELLED],
+        "failed": causes[Cause.FAILED],
+        "failures": sorted({stream.failure for stream in streams if stream.failure}),
+        "tokens": sum(len(stream.tokens) for stream in streams),
+        "kills": dict(Counter(kill.service for kill in kills)),
+        "divergent_streams": len(divergent),
+        "divergences": divergent,
+        "streams_past_a_near_tie": near_ties,
+        "gap_seconds": {"quiet": round(max(longest_wait(s) for s in quiet), 3), **gaps},
+        "recovery_seconds": recovery,
+        "pages_leaked": pages_in_use(stack),
+    }
+
+
+def summary(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {"p50": round(ordered[len(ordered) // 2], 3), "max": round(ordered[-1], 3)}
+
+
+def pages_in_use(stack: Stack) -> int:
+    """Of all replicas, once they have come to rest, or after a minute."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while (pages := _pages_in_use(stack)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return pages
+
+
+def _pages_in_use(stack: Stack) -> int:
+    pages = 0.0
+    for child in stack.children.values():
+        with urllib.request.urlopen(f"http://{child.metrics_address}/metrics", timeout=30) as page:
+            for family in text_string_to_metric_families(page.read().decode()):
+                pages += sum(
+                    sample.value
+                    for sample in family.samples
+                    if family.name.endswith("_kv_pages")
+                    and sample.labels.get("state") in ("live", "reserved")
+                )
+    return int(pages)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program("benchmarks.chaos", main))

@@ -1,0 +1,389 @@
+"""Whole verify and draft steps of real models as abstract calls, for `make prove` and `tests/aot`.
+
+A verify step is the engine's own (verify_service/program.py), over a mesh where the model is split;
+a draft step is the draft engine's, on one chip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from benchmarks.aot import WHOLE, Argument
+from benchmarks.programs import Call
+from common.types import TreeShape
+from draft_service.batch import Bucket as DraftBucket
+from draft_service.engine import DeviceEngine as DraftEngine
+from draft_service.engine import EngineConfig as DraftConfig
+from kernels.adjust_logits.types import SlotState
+from kernels.backend import Backend
+from kernels.chips import Chip
+from kernels.kv_layout import pages_shape
+from models.config import TargetConfig, default_boundaries
+from models.eagle3 import FeatureKind, FuseNorm, HeadConfig, TableSource
+from models.eagle3.module import head_shapes
+from models.rope import RopeConfig
+from models.sharding import PAGES_SPEC, WHOLE_SPEC, global_shape, parameter_spec, split_over
+from models.target import parameter_shapes
+from models.trees import flatten, unflatten
+from verify_service.batch import Bucket
+from verify_service.engine import EngineConfig
+from verify_service.program import (
+    OUTPUT_SPECS,
+    STATE_SPECS,
+    DeviceState,
+    StepParts,
+    verify_step,
+)
+
+BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(jnp.float32)
+DRAFT_VOCAB = 32000  # of the published heads
+
+
+def _target(
+    family: str,
+    *,
+    vocab: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    mlp: int,
+    theta: float,
+    shards: int = 1,
+    tied: bool = False,
+) -> TargetConfig:
+    return TargetConfig(
+        family=family,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_size=mlp,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=theta),
+        tied_embeddings=tied,
+        max_positions=8192,
+        windows=(None,) * layers,
+        sparse_layers=(False,) * layers,
+        qk_norm=family == "qwen3",
+        dtype=BF16,
+        boundaries=default_boundaries(layers),
+        num_shards=shards,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model on `target.num_shards` chips of one kind, and a usual load: B sequences of T nodes.
+    `num_pages`: what the rest of HBM roughly holds is not the question; enough to show a copy."""
+
+    name: str
+    target: TargetConfig
+    chip: str
+    sequences: int
+    nodes: int
+    page_size: int = 128
+    num_pages: int = 512
+    draft_chip: str = "v5e"
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.nodes
+
+    def with_layers(self, layers: int) -> Served:
+        """The same with fewer layers, to compile in seconds."""
+        target = dataclasses.replace(
+            self.target,
+            num_layers=layers,
+            windows=(None,) * layers,
+            sparse_layers=(False,) * layers,
+            boundaries=(1, 2, layers - 1),
+        )
+        return dataclasses.replace(self, target=target)
+
+
+SERVED = (
+    Served(
+        name="SmolLM2-135M",
+        target=_target(
+            "llama",
+            vocab=49152,
+            hidden=576,
+            layers=30,
+            heads=9,
+            kv_heads=3,
+            head_dim=64,
+            mlp=1536,
+            theta=1e5,
+            tied=True,
+        ),
+        chip="v5e",
+        sequences=4,
+        nodes=16,
+    ),
+    Served(
+        name="Llama-3.1-8B on 4 chips",
+        target=_target(
+            "llama",
+            vocab=128256,
+            hidden=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp=14336,
+            theta=5e5,
+            shards=4,
+        ),
+        chip="v5e",
+        sequences=16,
+        nodes=16,
+    ),
+    Served(
+        name="Llama-3.3-70B on 8 chips",
+        target=_target(
+            "llama",
+            vocab=128256,
+            hidden=8192,
+            layers=80,
+            heads=64,
+            kv_heads=8,
+            head_dim=128,
+            mlp=28672,
+            theta=5e5,
+            shards=8,
+        ),
+        chip="v6e",
+        draft_chip="v6e",
+        sequences=16,
+        nodes=16,
+        page_size=256,
+        num_pages=256,
+    ),
+    Served(
+        name="Qwen3-8B on 4 chips",
+        target=_target(
+            "qwen3",
+            vocab=151936,
+            hidden=4096,
+            layers=36,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp=12288,
+            theta=1e6,
+            shards=4,
+        ),
+        chip="v5e",
+        sequences=16,
+        nodes=16,
+    ),
+    Served(
+        name="Qwen3-32B on 8 chips",
+        target=_target(
+            "qwen3",
+            vocab=151936,
+            hidden=5120,
+            layers=64,
+            heads=64,
+            kv_heads=8,
+            head_dim=128,
+            mlp=25600,
+            theta=1e6,
+            shards=8,
+        ),
+        chip="v6e",
+        draft_chip="v6e",
+        sequences=8,
+        nodes=32,
+        page_size=256,
+        num_pages=256,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A call and what to look for in it.
+
+    `weights`: shapes of the large ones on a chip, which no copy may make but `known_copies`;
+    `pages_bytes` of a chip; `vocab_size` that no sort may reach; `temp_limit_bytes`: an eighth of
+    the pages, and what a step cannot be without.
+    """
+
+    call: Call
+    weights: tuple[tuple[int, ...], ...]
+    pages_bytes: int
+    vocab_size: int
+    temp_limit_bytes: int
+    known_copies: tuple[tuple[int, ...], ...] = ()
+
+
+def _odd_tables(target: TargetConfig) -> tuple[tuple[int, ...], ...]:
+    """Vocabulary tables whose width is no multiple of 128: XLA for TPU lays their rows along the
+    lanes, which pads nothing, and turns them for the look-up of embeddings in every step."""
+    if target.hidden_size % 128 == 0:
+        return ()
+    return ((target.vocab_size, target.hidden_size),)
+
+
+def _large(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted({s for s in shapes if len(s) == 2 and s[0] * s[1] >= 2**18}))
+
+
+def _nbytes(shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * int(BF16.itemsize)
+
+
+def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
+    """The verify engine's step with every row a node; split over `mesh` if it is there."""
+    target, rows = served.target, served.rows
+    config = EngineConfig(
+        num_pages=served.num_pages,
+        page_size=served.page_size,
+        max_sequences=served.sequences,
+        max_context_len=8192,
+        max_tree_nodes=served.nodes,
+        max_depth=8,
+        max_rows=rows,
+        backend=Backend.PALLAS,
+        chip=chip,
+    )
+    bucket = Bucket(rows, rows)
+    parts = StepParts(
+        target=target, shape=config.shape, bucket=bucket, backend=config.backend, chip=chip
+    )
+    local = parameter_shapes(target)
+    specs = {path: parameter_spec(path) if mesh else WHOLE_SPEC for path in local}
+    inputs = (unflatten(dict(specs)), STATE_SPECS, WHOLE_SPEC)
+
+    def whole(params: Any, state: DeviceState, buffer: Any) -> Any:
+        return verify_step(parts, params, state, buffer)
+
+    step = split_over(mesh, whole, inputs, OUTPUT_SPECS)
+
+    def run(pages: Any, seen: Any, bias: Any, buffer: Any, *leaves: Any) -> Any:
+        params = unflatten(dict(zip(local, leaves, strict=True)))
+        return step(params, DeviceState(pages, SlotState(seen, bias)), buffer)
+
+    shape = pages_shape(
+        num_layers=target.num_layers,
+        num_pages=served.num_pages,
+        kv_heads=target.stored_kv_heads,
+        page_size=served.page_size,
+        head_dim=target.head_dim,
+    )
+    weights = [
+        Argument(global_shape(target, path, own), BF16, specs[path]) for path, own in local.items()
+    ]
+    pages = Argument(shape, BF16, PAGES_SPEC if mesh else WHOLE)
+    buffer = Argument((config.shape.packing(bucket).size,), jnp.int32)
+    slots = (config.max_sequences, target.vocab_size)
+    return Step(
+        call=Call(
+            function=run,
+            arguments=[pages, Argument(slots, jnp.int32), Argument(slots, F32), buffer, *weights],
+            donate=(0, 1, 2),
+        ),
+        weights=_large(list(local.values())),
+        pages_bytes=_nbytes(shape) // target.num_shards,
+        vocab_size=target.vocab_size // target.num_shards,
+        # Logits of all chips, in float32: gathered, in another order, adjusted, and a spare.
+        temp_limit_bytes=_nbytes(shape) // target.num_shards // 8
+        + int(4.2 * 4 * rows * target.vocab_size),
+        known_copies=_odd_tables(target),
+    )
+
+
+def head_of(target: TargetConfig) -> HeadConfig:
+    """An EAGLE-3 head as published ones are: one layer of the target's own sizes."""
+    return HeadConfig(
+        layout="prove",
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        num_states=3,
+        feature_kind=FeatureKind.AUX,
+        boundaries=target.boundaries,
+        has_fc=True,
+        fc_bias=False,
+        fuse_norm=FuseNorm.NONE,
+        embedding_layers=(True,),
+        windows=(None,),
+        attention=target.attention,
+        mlp_size=target.mlp_size,
+        mlp_bias=False,
+        norm_eps=target.norm_eps,
+        norm_before_residual=False,
+        norm_output=False,
+        rope=target.rope,
+        draft_vocab_size=min(DRAFT_VOCAB, target.vocab_size),
+        target_vocab_size=target.vocab_size,
+        embedding_source=TableSource.TARGET,
+        lm_head_source=TableSource.HEAD,
+        dtype=BF16,
+    )
+
+
+def draft(served: Served, chip: Chip) -> Step:
+    """The draft engine's drafting step: up to eight new pairs a sequence, six depths, the tree."""
+    head = head_of(dataclasses.replace(served.target, num_shards=1))
+    config = DraftConfig(
+        num_pages=served.num_pages,
+        page_size=served.page_size,
+        max_context_len=8192,
+        tree=TreeShape(max_nodes=served.nodes),
+        max_sequences=served.sequences,
+        min_rows=8,
+        backend=Backend.PALLAS,
+        chip=chip,
+    )
+    engine = object.__new__(DraftEngine)  # without its pages: nothing is allocated here
+    engine.head, engine.config = head, config
+    bucket = DraftBucket(served.sequences, served.sequences * config.max_draft_rows, True)
+    step: Any = engine._make_step(bucket)
+    hidden, vocab = head.hidden_size, head.draft_vocab_size
+    shapes = {path: tuple(leaf.shape) for path, leaf in flatten(head_shapes(head))}
+    shapes[("embedding",)] = (head.target_vocab_size, hidden)
+    shapes[("lm_head_turned",)] = (hidden, vocab)
+
+    def run(pages: Any, buffer: Any, features: Any, to_target: Any, *leaves: Any) -> Any:
+        params = unflatten(dict(zip(shapes, leaves, strict=True)))
+        return step({**params, "draft_to_target": to_target}, pages, buffer, features)
+
+    shape = pages_shape(
+        num_layers=1,
+        num_pages=served.num_pages,
+        kv_heads=head.attention.num_kv_heads,
+        page_size=served.page_size,
+        head_dim=head.attention.head_dim,
+    )
+    odd = _odd_tables(served.target)
+    size = bucket.packing(config.pages_per_sequence, max(bucket.num_sequences, 8)).size
+    return Step(
+        call=Call(
+            function=run,
+            arguments=[
+                Argument(shape, BF16),
+                Argument((size,), jnp.int32),
+                Argument((bucket.num_rows, head.feature_size), BF16),
+                Argument((vocab,), jnp.int32),
+                *[Argument(s, BF16) for s in shapes.values()],
+            ],
+            donate=(0,),
+        ),
+        weights=_large(list(shapes.values())),
+        pages_bytes=_nbytes(shape),
+        vocab_size=vocab,
+        temp_limit_bytes=_nbytes(shape) // 8 + int(1.2 * sum(map(_nbytes, odd))),
+        known_copies=odd,
+    )
