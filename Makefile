@@ -52,7 +52,7 @@ test-slow: $(VENV)/.installed-test  ## What the fast suite leaves out.
 aot: $(VENV)/.installed-tpu  ## Compile the kernels for every TPU generation; needs no TPU.
 	$(BIN)/python -m pytest -m aot tests/aot
 
-prove: $(VENV)/.installed-tpu  ## Real shapes on every generation, static schedules; 20 minutes.
+prove: $(VENV)/.installed-tpu  ## Real shapes and whole steps, static schedules: what is stale.
 	$(BIN)/python -m benchmarks.prove
 
 check: $(VENV)/.installed-test  ## Format, lint, types, protos.

@@ -3,9 +3,10 @@
     python -m benchmarks.fit --model llama-3.1-8b --chip v5e:2x2
     python -m benchmarks.fit --model DIRECTORY --chip v6e:2x4 --context 32768 --rows 256
 
-Needs libtpu, no TPU and no weights. Compiled twice: with a small KV pool, which shows what weights
-and temporaries take, and with the largest pool that this leaves room for, which the compiler must
-accept. Nothing is run: bytes are the compiler's, and nothing is said about speed.
+Needs libtpu, no TPU and no weights. First a step of two layers is compiled: it shows what is needed
+beside weights and KV. Then the whole one, with the largest KV pool that this leaves room for, which
+the compiler must accept; minutes for a large model. Nothing is run: bytes are the compiler's, and
+nothing is said about speed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.model_configs import CONFIGS, named_config
-from common.types import MAX_TOP_LOGPROBS
 from kernels.adjust_logits.types import SlotState
 from kernels.backend import Backend
 from kernels.chips import Chip, chip_by_name
@@ -54,6 +54,7 @@ RESERVED_SHARE = 0.03
 own limit (15.75 of v5e's 16 GiB)."""
 
 FIRST_PAGES = 64
+FIRST_LAYERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,21 +147,50 @@ def compile_step(
         program=program,
         num_pages=num_pages,
         pages=pages_bytes(shape, target.dtype) // target.num_shards,
-        weights=sum(int(np.prod(s)) for s in local.values()) * target.dtype.itemsize,
+        weights=weights_bytes(target),
         seconds=time.monotonic() - begun,
     )
 
 
+def weights_bytes(target: TargetConfig) -> int:
+    """Of one chip."""
+    numbers = sum(int(np.prod(shape)) for shape in parameter_shapes(target).values())
+    return numbers * target.dtype.itemsize
+
+
+def first_layers(target: TargetConfig) -> TargetConfig:
+    """The same target, cut to its first layers; boundaries as many as before, or all there are."""
+    count = min(FIRST_LAYERS, target.num_layers)
+    boundaries = range(min(len(target.boundaries), count + 1))
+    return dataclasses.replace(
+        target,
+        num_layers=count,
+        windows=target.windows[:count],
+        sparse_layers=target.sparse_layers[:count],
+        boundaries=tuple(boundaries),
+    )
+
+
+def expected_beside(small: Compiled, target: TargetConfig, load: Load) -> int:
+    """Bytes of a chip beside weights and pages, of all layers: new K/V rows grow with them, once as
+    they are made and once stacked for the commit.
+    """
+    row = target.local_kv_heads * 2 * target.head_dim * target.dtype.itemsize
+    return small.beside + 2 * (target.num_layers - FIRST_LAYERS) * load.rows * row
+
+
 def report(model: str, topology: str, load: Load, dtype: str) -> dict[str, Any]:
-    """All figures; compiles twice."""
+    """All figures. Raises ModelError and ValueError for what cannot be, and what the compiler
+    raises if the whole step does not fit after all.
+    """
     chip = chip_by_name(topology.partition(":")[0])
     mesh = aot.mesh_of(topology, MODEL_AXIS)
     target = named_config(model, jnp.dtype(dtype)).with_shards(mesh.size)
-    small = compile_step(target, chip, mesh, load, FIRST_PAGES)
-    hbm = HBM_GIB[chip.name] * GIB
-    room = int(hbm * (1 - RESERVED_SHARE)) - small.weights - small.beside
-    page = small.pages // FIRST_PAGES
-    num_pages = room // page
+    small = compile_step(first_layers(target), chip, mesh, load, FIRST_PAGES)
+    weights = weights_bytes(target)
+    token = target.kv_bytes_per_token // target.num_shards
+    room = int(HBM_GIB[chip.name] * GIB * (1 - RESERVED_SHARE))
+    num_pages = (room - weights - expected_beside(small, target, load)) // (token * load.page_size)
     result: dict[str, Any] = {
         "benchmark": "fit",
         "model": model,
@@ -168,14 +198,9 @@ def report(model: str, topology: str, load: Load, dtype: str) -> dict[str, Any]:
         "chips": mesh.size,
         "dtype": dtype,
         **dataclasses.asdict(load),
-        "weights_bytes_per_chip": small.weights,
-        "beside_bytes_per_chip": small.beside,
-        "temp_bytes_per_chip": small.program.temp_bytes,
-        "collectives": small.program.collectives(),
-        "kv_bytes_per_token_and_chip": page // load.page_size,
-        "compile_seconds": round(small.seconds, 1),
+        "weights_bytes_per_chip": weights,
+        "kv_bytes_per_token_and_chip": token,
         "versions": {"jax": jax.__version__, "libtpu": aot.libtpu_version()},
-        "top_logprobs": MAX_TOP_LOGPROBS,
     }
     if num_pages * load.page_size < load.context:
         return result | {"fits": False, "why": "no room for one sequence of this context"}
@@ -186,9 +211,12 @@ def report(model: str, topology: str, load: Load, dtype: str) -> dict[str, Any]:
         "fits": True,
         "peak_bytes_per_chip": full.peak,
         "kv_pool_bytes_per_chip": full.pages,
-        "kv_pool_tokens": tokens,
+        "temp_bytes_per_chip": full.program.temp_bytes,
         "peak_over_weights_and_kv": round(full.peak / (full.weights + full.pages), 4),
+        "kv_pool_tokens": tokens,
         "largest_batch_by_context": {str(c): tokens // c for c in contexts if tokens >= c},
+        "collectives": full.program.collectives(),
+        "compile_seconds": round(full.seconds, 1),
     }
 
 

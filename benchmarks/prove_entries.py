@@ -52,6 +52,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "verify step": (
         *_STEPS,
         "models/config.py",
+        "models/decoder.py",
+        "models/experts.py",
         "models/sharding.py",
         "models/target.py",
         "verify_service/batch.py",

@@ -146,7 +146,7 @@ def _step(entry: Entry) -> dict[str, Any]:
         "vocab_size": step.vocab_size,
         "copied_weights": [list(s) for s in copied if s not in step.known_copies],
         "known_copies": known,
-        "copied_pages": any(math.prod(shape) >= size for shape in in_hbm),
+        "copied_pages": any(math.prod(shape) >= size for shape in {*in_hbm} - {*copied}),
         "collectives": {
             c: [len(program.operations(c)), program.largest_result(c)]
             for c in COLLECTIVES

@@ -21,6 +21,7 @@ from common.types import TreeShape
 from draft_service.batch import Bucket as DraftBucket
 from draft_service.engine import DeviceEngine as DraftEngine
 from draft_service.engine import EngineConfig as DraftConfig
+from kernels.adjust_logits.types import SlotState
 from kernels.backend import Backend
 from kernels.chips import Chip
 from kernels.kv_layout import pages_shape
@@ -33,9 +34,15 @@ from models.target import parameter_shapes
 from models.trees import flatten, unflatten
 from verify_service.batch import Bucket
 from verify_service.engine import EngineConfig
-from verify_service.program import StepParts, verify_step
+from verify_service.program import (
+    OUTPUT_SPECS,
+    STATE_SPECS,
+    DeviceState,
+    StepParts,
+    verify_step,
+)
 
-BF16 = np.dtype(jnp.bfloat16)
+BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(jnp.float32)
 DRAFT_VOCAB = 32000  # of the published heads
 
 
@@ -258,16 +265,16 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
     )
     local = parameter_shapes(target)
     specs = {path: parameter_spec(path) if mesh else WHOLE_SPEC for path in local}
-    inputs = (unflatten(dict(specs)), PAGES_SPEC, WHOLE_SPEC)
-    outputs = (PAGES_SPEC, WHOLE_SPEC, WHOLE_SPEC)
+    inputs = (unflatten(dict(specs)), STATE_SPECS, WHOLE_SPEC)
 
-    def whole(params: Any, pages: Any, buffer: Any) -> Any:
-        return verify_step(parts, params, pages, buffer)
+    def whole(params: Any, state: DeviceState, buffer: Any) -> Any:
+        return verify_step(parts, params, state, buffer)
 
-    step = split_over(mesh, whole, inputs, outputs)
+    step = split_over(mesh, whole, inputs, OUTPUT_SPECS)
 
-    def run(pages: Any, buffer: Any, *leaves: Any) -> Any:
-        return step(unflatten(dict(zip(local, leaves, strict=True))), pages, buffer)
+    def run(pages: Any, seen: Any, bias: Any, buffer: Any, *leaves: Any) -> Any:
+        params = unflatten(dict(zip(local, leaves, strict=True)))
+        return step(params, DeviceState(pages, SlotState(seen, bias)), buffer)
 
     shape = pages_shape(
         num_layers=target.num_layers,
@@ -281,14 +288,19 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
     ]
     pages = Argument(shape, BF16, PAGES_SPEC if mesh else WHOLE)
     buffer = Argument((config.shape.packing(bucket).size,), jnp.int32)
+    slots = (config.max_sequences, target.vocab_size)
     return Step(
-        call=Call(function=run, arguments=[pages, buffer, *weights], donate=(0,)),
+        call=Call(
+            function=run,
+            arguments=[pages, Argument(slots, jnp.int32), Argument(slots, F32), buffer, *weights],
+            donate=(0, 1, 2),
+        ),
         weights=_large(list(local.values())),
         pages_bytes=_nbytes(shape) // target.num_shards,
         vocab_size=target.vocab_size // target.num_shards,
-        # Logits of all chips, in float32 and once more in another order.
+        # Logits of all chips, in float32: gathered, in another order, adjusted, and a spare.
         temp_limit_bytes=_nbytes(shape) // target.num_shards // 8
-        + int(2.2 * 4 * rows * target.vocab_size),
+        + int(4.2 * 4 * rows * target.vocab_size),
         known_copies=_odd_tables(target),
     )
 

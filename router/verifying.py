@@ -12,8 +12,10 @@ from router.generation import Generation
 from router.messages import Close, Rollback, VerifyAttach, VerifyOpen, VerifyTree
 from router.trees import Tree
 
-_MAX_STOP_TOKENS_SENT = 8
-"""Verify takes so many to stop its walk at; the router itself cuts at all of them."""
+_MAX_STOP_TOKENS_SENT = 80
+"""Verify takes so many: what a request may name (64), and the model's own. All must reach it, for
+`min_tokens` keeps it from picking them.
+"""
 
 
 class VerifySide:

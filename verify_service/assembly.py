@@ -6,7 +6,7 @@ Everything here blocks and runs on a thread before the service says SERVING.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,12 @@ from models.identity import Identity, target_identity
 from models.sharding import model_mesh
 from models.target import load_target
 from models.target_tables import read_target_facts
+from verify_service import step_curve
 from verify_service.config import VerifyConfig
 from verify_service.engine import DeviceEngine, EngineConfig
 from verify_service.info import VerifyInfo
 from verify_service.limits import VerifyLimits
+from verify_service.step import StepPoint
 
 _logger = get_logger("verify.assembly")
 
@@ -74,7 +76,10 @@ def assemble(config: VerifyConfig) -> Assembly:
     begun = time.monotonic()
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
-    return Assembly(engine, _limits(config, engine), _info(config, engine, identity))
+    step_times = step_curve.measure(engine)
+    for point in step_times:
+        _logger.info("step time", **asdict(point))
+    return Assembly(engine, _limits(config, engine), _info(config, engine, identity, step_times))
 
 
 def _boundaries(config: VerifyConfig) -> tuple[int, ...] | None:
@@ -157,7 +162,12 @@ def _limits(config: VerifyConfig, engine: DeviceEngine) -> VerifyLimits:
     )
 
 
-def _info(config: VerifyConfig, engine: DeviceEngine, identity: Identity) -> VerifyInfo:
+def _info(
+    config: VerifyConfig,
+    engine: DeviceEngine,
+    identity: Identity,
+    step_times: tuple[StepPoint, ...],
+) -> VerifyInfo:
     target = engine.target
     return VerifyInfo(
         identity=identity.as_dict(),
@@ -169,4 +179,5 @@ def _info(config: VerifyConfig, engine: DeviceEngine, identity: Identity) -> Ver
         max_sequences=config.max_sequences,
         page_size_tokens=config.page_size_tokens,
         num_pages=config.num_pages,
+        step_times=step_times,
     )

@@ -89,6 +89,15 @@ def encode_info(info: VerifyInfo) -> verify_pb2.GetVerifyInfoResponse:
         max_sequences=info.max_sequences,
         page_size_tokens=info.page_size_tokens,
         num_pages=info.num_pages,
+        step_times=[
+            verify_pb2.StepTime(
+                num_tokens=point.num_tokens,
+                num_kv_tokens=point.num_kv_tokens,
+                num_sequences=point.num_sequences,
+                seconds=point.seconds,
+            )
+            for point in info.step_times
+        ],
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.tensors import FeatureDtype
+from verify_service.step import StepPoint
 
 PROTOCOL_VERSION = 1
 
@@ -23,3 +24,4 @@ class VerifyInfo:
     max_sequences: int
     page_size_tokens: int
     num_pages: int
+    step_times: tuple[StepPoint, ...] = ()

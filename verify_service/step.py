@@ -153,3 +153,15 @@ class VerifyEngine(Protocol):
         Raises ValueError, before anything runs, if the works exceed the engine's largest bucket.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepPoint:
+    """`seconds` of a step over `num_tokens` rows of `num_sequences` sequences, which attend to
+    `num_kv_tokens` tokens in pages, all sequences together. Host work included.
+    """
+
+    num_tokens: int
+    num_kv_tokens: int
+    num_sequences: int
+    seconds: float

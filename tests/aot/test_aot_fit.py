@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("libtpu", reason="the compiler for TPU; pip install '.[tpu]'")
 
 from benchmarks import aot
-from benchmarks.fit import Load, compile_step
+from benchmarks.fit import Load, compile_step, first_layers, weights_bytes
 from benchmarks.model_configs import CONFIGS, named_config
 from kernels.chips import CHIPS
 from models.config import MODEL_AXIS
@@ -44,10 +44,24 @@ def test_split_step_sends_two_sums_a_layer_and_copies_no_pages() -> None:
     assert step.peak < 1.1 * (step.weights + step.pages)
 
 
+PUBLISHED = {
+    "llama-3.1-8b": 8.03,
+    "llama-3.3-70b": 70.6,
+    "mistral-7b-v0.1": 7.24,
+    "qwen2.5-7b": 7.62,
+    "qwen3-8b": 8.19,
+    "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
+}
+"""Billions of parameters, as the models' publishers state them."""
+
+
 @pytest.mark.parametrize("model", CONFIGS)
-def test_every_listed_model_is_read_and_split(model: str) -> None:
+def test_listed_sizes_add_up_to_the_published_number_of_parameters(model: str) -> None:
     target = named_config(model, jnp.bfloat16)
-    assert target.with_shards(2).num_shards == 2
+    assert weights_bytes(target) / 2e9 == pytest.approx(PUBLISHED[model], rel=2e-3)
+    halves = first_layers(target.with_shards(2))
+    assert weights_bytes(halves) < weights_bytes(first_layers(target)) * 0.51
 
 
 def test_unknown_slices_are_refused() -> None:

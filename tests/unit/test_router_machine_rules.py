@@ -38,6 +38,7 @@ from router.messages import (
     VerifyTree,
 )
 from router.output_text import OutputText
+from router.requests import MAX_STOP_TOKEN_IDS
 from router.stops import StopStrings
 from router.trees import Tree
 
@@ -122,6 +123,15 @@ def started(**options: Any) -> GenerationMachine:
 
 
 # -- a round
+
+
+def test_every_stop_id_reaches_verify() -> None:
+    """Else it could pick one before min_tokens, which the router would have to end at."""
+    ids = tuple(range(20, 20 + MAX_STOP_TOKEN_IDS))
+    (command, *_) = machine(stop_ids=ids).start(0.0, draft_up=True)
+    assert isinstance(command, ToVerify)
+    assert isinstance(command.command, VerifyOpen)
+    assert tuple(command.command.stop_token_ids) == ids
 
 
 def test_start_opens_both_with_the_prompt() -> None:

@@ -11,6 +11,7 @@ import pytest
 from common.types import SamplingParams
 from models.config import RopeConfig, TargetConfig
 from models.target import init_target
+from verify_service import step_curve
 from verify_service.engine import DeviceEngine, EngineConfig
 from verify_service.program import even_spans
 from verify_service.step import SequenceOutcome, SequenceWork
@@ -62,6 +63,20 @@ def test_split_step_gives_tokens_and_features_of_the_whole(layers_per_program: i
         assert split.tokens.tolist() == whole.tokens.tolist()
         assert split.num_committed == whole.num_committed
         np.testing.assert_allclose(split.features, whole.features, rtol=1e-4, atol=1e-5)
+
+
+def test_measured_steps_change_no_later_answer() -> None:
+    params = jax.tree.map(lambda x: x * (8.0 if x.ndim > 1 else 1.0), init_target(WINDOWED, 5))
+    fresh, measured = (DeviceEngine(WINDOWED, params, CONFIG) for _ in range(2))
+    points = step_curve.measure(measured)
+    assert {(p.num_tokens, p.num_kv_tokens, p.num_sequences) for p in points} == {
+        (32, 0, 1), (32, 32, 1), (32, 0, 4),
+    }  # fmt: skip
+    assert all(point.seconds > 0 for point in points)
+    work = prefill(0, 20, 0, list(range(12)))
+    for a, b in zip(fresh.run([work]), measured.run([work]), strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        np.testing.assert_array_equal(a.features, b.features)
 
 
 @pytest.mark.parametrize(
