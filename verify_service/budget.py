@@ -51,14 +51,11 @@ class TreeBudget:
         `num_causal`: rows of the step that are there anyhow, roots among them. `max_rows`: of a
         step; roots and causal rows are never cut. `num_kv_tokens`: in pages, all sequences.
         """
-        chances = [
-            self._calibration.chances(round_.tree.scores, round_.depths)[1:] for round_ in rounds
-        ]
-        sizes = [tree.size for tree in chances]
+        sizes = [round_.tree.num_nodes - 1 for round_ in rounds]
         most = min(sum(sizes), max_rows - num_causal)
         if most <= 0:
             return [1] * len(rounds)
-        flat = np.concatenate(chances)
+        flat = self._chances(rounds)
         order = np.argsort(-flat, kind="stable")[:most]
         seconds = self._curve.seconds(num_causal + np.arange(most + 1), num_kv_tokens, len(rounds))
         best = best_count(flat[order], len(rounds), seconds + self._idle_seconds)
@@ -66,16 +63,29 @@ class TreeBudget:
         owner = np.repeat(np.arange(len(sizes)), sizes)
         return [1 + int(n) for n in np.bincount(owner[taken], minlength=len(sizes))]
 
-    def learn(self, scores: Float32Array, depths: Int32Array, accepted_nodes: Int32Array) -> None:
-        """What came of one verified tree; `accepted_nodes` as in `SequenceOutcome`."""
-        accepted = np.zeros(scores.shape[0], np.bool_)
-        accepted[accepted_nodes] = True
-        self._calibration.learn(scores, depths, accepted)
+    def learn(self, verified: Sequence[tuple[PendingRound, Int32Array]]) -> None:
+        """What came of a step: trees as they were cut, and their `accepted_nodes`."""
+        if not verified:
+            return
+        scores, parents, depths, starts = _flat([round_ for round_, _ in verified])
+        accepted = np.zeros(scores.size, np.bool_)
+        for (_, nodes), start in zip(verified, starts, strict=True):
+            accepted[start + nodes] = True
+        self._calibration.learn(scores, parents, depths, accepted)
 
     def note_idle(self, seconds: float) -> None:
         """The device waited so long for the step that is planned now."""
         gap = min(max(0.0, seconds), MAX_IDLE_SECONDS)
         self._idle_seconds += (gap - self._idle_seconds) * IDLE_WEIGHT
+
+    def _chances(self, rounds: Sequence[PendingRound]) -> Float64Array:
+        """Of all nodes below the roots, one tree behind the other, falling within each."""
+        scores, parents, depths, starts = _flat(rounds)
+        chances = self._calibration.chances(scores, parents, depths)
+        # Where calibration would lift a node above one that stands before it, it counts as much as
+        # that one: a cut is a prefix.
+        falling = [np.minimum.accumulate(tree)[1:] for tree in np.split(chances, starts[1:])]
+        return np.concatenate(falling)
 
     def _or_probe(self, best: int, seconds: Float64Array) -> int:
         """`best`, or all of the next larger bucket when enough was put aside for it."""
@@ -98,3 +108,19 @@ def best_count(chances: Float64Array, num_roots: int, seconds: Float64Array) -> 
     """
     emitted = num_roots + np.concatenate([[0.0], np.cumsum(chances)])
     return int(np.argmax(emitted / np.maximum(seconds, 1e-9)))
+
+
+def _flat(
+    rounds: Sequence[PendingRound],
+) -> tuple[Float32Array, Int32Array, Int32Array, list[int]]:
+    """Scores, parents and depths of the trees one behind the other, and where each begins."""
+    sizes = [round_.tree.num_nodes for round_ in rounds]
+    starts = np.cumsum([0, *sizes[:-1]]).astype(np.int32)
+    parents = np.concatenate([round_.tree.parents for round_ in rounds])
+    parents = np.where(parents < 0, np.int32(-1), parents + np.repeat(starts, sizes))
+    return (
+        np.concatenate([round_.tree.scores for round_ in rounds]),
+        parents,
+        np.concatenate([round_.depths for round_ in rounds]),
+        starts.tolist(),
+    )

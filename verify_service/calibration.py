@@ -1,11 +1,14 @@
-"""How often a node with such a score at such a depth is accepted, learnt from verified nodes.
+"""How often a node is accepted once its parent is, learnt online per depth from verified nodes.
 
-A score is the head's log-probability of the path: exp(score) would be the chance, were the head
-right. It is surer than it should be, the more so the deeper. The chance is therefore exp(score)
-times a ratio, accepted over expected, kept per depth and in it per cell of scores (one per halving
-of the chance). Few observations count little: a cell leans towards its depth's ratio,
-a depth towards 1. Old ones are forgotten as new ones come, not as time passes, so that a pause
-changes nothing.
+Scores are the head's log-probabilities of paths: exp(score - parent's score) is what it believes of
+a node under an accepted parent. It tends to be too sure, the more so the deeper. The chance is
+therefore that belief times a ratio, accepted over expected, kept per depth and in it per cell of
+beliefs (one per halving); a path's chance is the product along it. Few observations count little:
+a cell leans towards its depth's ratio, a depth towards 1. Old ones are forgotten as new ones come,
+not as time passes, so that a pause changes nothing; a bad stretch at depth 1 says nothing of depth
+2.
+
+Axes: N nodes of one tree, or of several one behind the other.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ import numpy.typing as npt
 from common.types import Float32Array, Int32Array
 from verify_service.step_cost import Float64Array
 
-NUM_CELLS = 12  # the last takes every chance below 2^-11
+NUM_CELLS = 8  # the last takes every belief below 2^-7
 PRIOR = 8.0
 """So many expected acceptances weigh as much as what was believed before them."""
 MEMORY = 200.0
 """Expected acceptances that a cell, or a depth, remembers."""
+LEAST_SCORE = -50.0
 
 
 class Calibration:
@@ -32,45 +36,53 @@ class Calibration:
         self._accepted_at = np.zeros(max_depth + 1)  # by depth, all cells
         self._expected_at = np.zeros(max_depth + 1)
 
-    def chances(self, scores: Float32Array, depths: Int32Array) -> Float64Array:
-        """Of one tree, float64 [N]: 1 at the root, then never rising, so that cuts are prefixes.
+    def chances(
+        self, scores: Float32Array, parents: Int32Array, depths: Int32Array
+    ) -> Float64Array:
+        """That the whole path down to a node is accepted, float64 [N]; 1 at roots.
 
-        Where the learnt ratios would lift a node above one that stands before it, it gets the
-        earlier one's chance.
+        Never above the parent's. `parents` index the same arrays; -1 at roots.
         """
-        guess, depth, cell = self._places(scores, depths)
+        belief, depth, cell = self._places(scores, parents, depths)
         by_depth = (PRIOR + self._accepted_at) / (PRIOR + self._expected_at)
         ratio = (PRIOR * by_depth[depth] + self._accepted[depth, cell]) / (
             PRIOR + self._expected[depth, cell]
         )
-        chances: Float64Array = np.minimum(1.0, guess * ratio)
-        chances[0] = 1.0
-        return np.minimum.accumulate(chances)
+        chances: Float64Array = np.where(depths > 0, np.minimum(1.0, belief * ratio), 1.0)
+        for level in range(2, int(depths.max(initial=0)) + 1):
+            at = np.flatnonzero(depths == level)
+            chances[at] *= chances[parents[at]]
+        return chances
 
     def learn(
-        self, scores: Float32Array, depths: Int32Array, accepted: npt.NDArray[np.bool_]
+        self,
+        scores: Float32Array,
+        parents: Int32Array,
+        depths: Int32Array,
+        accepted: npt.NDArray[np.bool_],
     ) -> None:
-        """Verified nodes, [N] each, of one tree or several; roots (depth 0) are left out."""
-        below = depths > 0
-        guess, depth, cell = self._places(scores[below], depths[below])
-        taken = accepted[below].astype(np.float64)
+        """Verified nodes: those below an accepted node, or below a root, were put to the test."""
+        tested = (depths > 0) & ((depths == 1) | accepted[parents])
+        belief, depth, cell = (each[tested] for each in self._places(scores, parents, depths))
+        taken = accepted[tested].astype(np.float64)
         np.add.at(self._accepted, (depth, cell), taken)
-        np.add.at(self._expected, (depth, cell), guess)
+        np.add.at(self._expected, (depth, cell), belief)
         np.add.at(self._accepted_at, depth, taken)
-        np.add.at(self._expected_at, depth, guess)
+        np.add.at(self._expected_at, depth, belief)
         _forget(self._accepted, self._expected)
         _forget(self._accepted_at, self._expected_at)
 
     def _places(
-        self, scores: Float32Array, depths: Int32Array
+        self, scores: Float32Array, parents: Int32Array, depths: Int32Array
     ) -> tuple[Float64Array, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """What the head believes, and where it is kept: depth and cell."""
-        # A score that is no number, or above 0, is a draft's mistake: it must cost speed only.
-        falling = np.nan_to_num(scores.astype(np.float64), nan=-50.0, posinf=0.0, neginf=-50.0)
-        falling = np.clip(falling, -50.0, 0.0)
-        cell = np.minimum((falling / -np.log(2.0)).astype(np.int64), NUM_CELLS - 1)
+        """What the head believes of each node, and where it is kept: depth and cell."""
+        # A score that is no number, or rises, is a draft's mistake: it must cost speed only.
+        sane = np.nan_to_num(scores.astype(np.float64), nan=LEAST_SCORE, posinf=0.0)
+        sane = np.clip(sane, LEAST_SCORE, 0.0)
+        fall = np.minimum(0.0, sane - sane[parents])
+        cell = np.minimum((fall / -np.log(2.0)).astype(np.int64), NUM_CELLS - 1)
         depth = np.minimum(depths, self._accepted_at.size - 1).astype(np.int64)
-        return np.exp(falling), depth, cell
+        return np.exp(fall), depth, cell
 
 
 def _forget(accepted: Float64Array, expected: Float64Array) -> None:

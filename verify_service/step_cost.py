@@ -1,8 +1,8 @@
 """Seconds of a step that was not run yet, from the points that warm-up measured.
 
 Per row bucket b a plane: base(b) + kv(b) · tokens in pages + sequence(b) · (sequences - 1). A step
-is padded to its bucket, so between two buckets the seconds do not change. Measured points are noisy:
-slopes below zero count as zero, and a larger bucket never costs less than a smaller one.
+is padded to its bucket, so between two buckets the seconds do not change. Measured points are
+noisy: slopes below zero count as zero, and a larger bucket never costs less than a smaller one.
 """
 
 from __future__ import annotations

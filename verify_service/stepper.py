@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.types import Int32Array
 from verify_service.budget import TreeBudget
 from verify_service.events import Event, Preempted, RoundDone, RoundResult
 from verify_service.limits import VerifyLimits
@@ -102,6 +103,7 @@ class Stepper:
     ) -> tuple[list[VerifySequence], list[Event]]:
         """Commits what a step gave. Returns the sequences that it held and their results."""
         sequences, events = [], list[Event]()
+        verified: list[tuple[PendingRound, Int32Array]] = []
         self._retired_at = now
         for work, outcome in zip(works, outcomes, strict=True):
             launched = self._launched.pop(work.slot)
@@ -115,10 +117,12 @@ class Stepper:
                 sequence.window.append(work.kv_len, outcome.features)
             sequence.kv_len += outcome.num_committed
             if launched.round is not None:
-                self._learn(launched.round, outcome)
+                verified.append((launched.round, outcome.accepted_nodes))
                 result = _result(launched, launched.round, outcome, step_seconds)
                 events.append(self._finish_round(sequence, result, now))
             self._residency.settle(sequence)
+        if self._budget is not None:
+            self._budget.learn(verified)
         return sequences, events
 
     def abandon(self, works: Sequence[SequenceWork]) -> list[VerifySequence]:
@@ -183,10 +187,6 @@ class Stepper:
     def _note_idle(self, now: float) -> None:
         if self._budget is not None and self._retired_at is not None and not self._launched:
             self._budget.note_idle(now - self._retired_at)
-
-    def _learn(self, round_: PendingRound, outcome: SequenceOutcome) -> None:
-        if self._budget is not None:
-            self._budget.learn(round_.tree.scores, round_.depths, outcome.accepted_nodes)
 
     def _launch(self, block: _Block, now: float) -> SequenceWork:
         sequence = block.sequence
