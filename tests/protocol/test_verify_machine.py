@@ -557,7 +557,8 @@ def test_budget_cuts_what_does_not_pay_and_changes_no_token() -> None:
     bench.steps()
     a, b = REFERENCE[1:3]
     for round_, kv_len in ((1, 5), (2, 6)):
-        bench.do(verify(round_, kv_len, tree(REFERENCE[kv_len - 5], (a, 0), (b, 1))))
+        draft = tree(REFERENCE[kv_len - 5], (a, 0), (b, 1))
+        bench.do(verify(round_, kv_len, draft, acked=round_ - 1))
         plan = bench.launch()
         done = result(bench.land(plan))
         assert plan.num_offered == 3
