@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.overlap_costs import Costs
 from benchmarks.overlap_text import WIDTH, Head, Text, grow
-from common.types import SamplingParams
+from common.types import DraftTree, SamplingParams
 from verify_service import commands, events
 from verify_service.budget import TreeBudget
 from verify_service.limits import VerifyLimits
@@ -51,6 +51,7 @@ class Tally:
     rounds: int = 0
     nodes: int = 0
     hits: int = 0
+    spent: float = 0.0  # by draft and network for these steps, hidden or not
 
     @property
     def rate(self) -> float:
@@ -60,8 +61,15 @@ class Tally:
         ratios = np.array(self.intervals) / np.array(self.step_seconds)
         return float(np.percentile(ratios, percent))
 
-    def add(self, interval: float, step_seconds: float) -> None:
+    @property
+    def hidden(self) -> float | None:
+        """Share of draft and network time that verify did not wait for; None without a draft."""
+        waited = sum(self.intervals) - sum(self.step_seconds)
+        return 1.0 - waited / self.spent if self.spent else None
+
+    def add(self, interval: float, step_seconds: float, spent: float) -> None:
         self.seconds += interval
+        self.spent += spent
         self.intervals.append(interval)
         self.step_seconds.append(step_seconds)
 
@@ -191,8 +199,9 @@ class SyncRun:
         for index, result in taken:
             kv_len = result.kv_len + len(result.tokens)
             levels = self._texts[index].levels(kv_len, self._s.depth)
-            tree = grow(self._s.head, levels, self._s.max_nodes).tree
-            tree.tokens[0] = result.tokens[-1]
+            grown = grow(self._s.head, levels, self._s.max_nodes).tree  # shared: not to be changed
+            tokens = np.concatenate([np.array(result.tokens[-1:], np.int32), grown.tokens[1:]])
+            tree = DraftTree(tokens, grown.parents, grown.scores)
             frame.append(
                 commands.VerifyTree(
                     sequence_id=index.to_bytes(16, "big"), epoch=1, acked_round=result.round,
@@ -206,8 +215,9 @@ class SyncRun:
     def _tally(self) -> Tally:
         tally, warm = Tally(), self._s.num_steps // 4
         pairs = list(itertools.pairwise(self._started))
+        draft = self._s.depth * self._s.costs.draft_seconds(WIDTH * self._s.batch)
         for (begun, seconds), (later, _) in pairs[warm:]:
-            tally.add(later - begun, seconds)
+            tally.add(later - begun, seconds, draft + self._s.rtt)
         for _, emitted, rounds, nodes in self._done[warm : len(pairs)]:
             tally.tokens += emitted
             tally.rounds += rounds

@@ -2,14 +2,15 @@
 
 A position is easy or hard, and its truth is one of the head's `WIDTH` candidates, by rank, or none
 of them. The chance that it is one, under an accepted parent, is given per depth; easy positions
-miss 0.4 times as often as the mean, hard ones 1.6 times. Candidates fall geometrically. What is drawn
-belongs to (sequence, position): every mode meets the same text. A token is its rank; WIDTH: none.
+miss 0.4 times as often as the mean, hard ones 1.6 times. Candidates fall with the square of their
+rank. What is drawn belongs to (sequence, position): every mode meets the same text. A token is its
+rank; WIDTH: none.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -18,9 +19,10 @@ import numpy as np
 from common.types import DraftTree
 
 WIDTH = 8
-RANK_FALL = 0.35  # each candidate's chance over that of the one before it
+RANK_POWER = 2.0
 MISSES = (0.4, 1.6)  # of an easy and a hard position, over the mean
-_SHARES = RANK_FALL ** np.arange(WIDTH) / (RANK_FALL ** np.arange(WIDTH)).sum()
+_FALL = np.arange(1, WIDTH + 1) ** -RANK_POWER
+_SHARES = _FALL / _FALL.sum()  # of each candidate; the first has 0.65
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +68,11 @@ class Text:
 
     def truth(self, head: Head, position: int, depth: int, *, ahead: bool) -> int:
         """Rank of the token at `position + depth`, for a tree rooted at `position`."""
-        draw, rank = self._draws[position + depth], 0
-        for chance in head.hit_chances(depth, self._hard[position + depth], ahead=ahead):
-            if draw < chance:
+        draw = self._draws[position + depth]
+        chances = head.hit_chances(depth, self._hard[position + depth], ahead=ahead)
+        for rank, upto in enumerate(itertools.accumulate(chances)):
+            if draw < upto:
                 return rank
-            draw -= chance
-            rank += 1
         return WIDTH
 
 
@@ -111,15 +112,15 @@ def grow(head: Head, levels: tuple[bool, ...], num_nodes: int) -> Grown:
 
 @lru_cache(maxsize=65536)
 def likeliest_outcomes(
-    head: Head, levels: Sequence[bool], num_nodes: int, tree_depth: int, count: int
+    head: Head, levels: tuple[bool, ...], num_nodes: int, tree_depth: int, count: int, size: int
 ) -> frozenset[tuple[int, ...]]:
-    """The `count` likeliest outcomes of the first `num_nodes` nodes of a tree, as ranks.
+    """The `count` likeliest outcomes of the first `num_nodes` of a tree's `size` nodes, as ranks.
 
     An outcome is an accepted path and the bonus behind it, which is no child of its end: the
-    target stops at a node where its pick is none of the children. `levels` reach one position beyond
-    `tree_depth`.
+    target stops at a node where its pick is none of the children. `levels` reach one position
+    beyond `tree_depth`.
     """
-    grown = grow(head, tuple(levels[:tree_depth]), 1 << 7)
+    grown = grow(head, levels[:tree_depth], size)
     paths = grown.paths[:num_nodes]
     kept = set(paths)
     outcomes = [
