@@ -20,6 +20,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 from benchmarks.overlap_ahead import run_ahead
@@ -28,8 +29,6 @@ from benchmarks.overlap_sync import Scenario, SyncRun, Tally
 from benchmarks.overlap_text import Head
 from benchmarks.serving import print_report
 from common.entry import run_program
-
-MAX_STEP_ROWS = 1024
 
 
 def numbers(text: str) -> list[float]:
@@ -60,9 +59,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--own-states", type=float, default=0.95,
         help="factor on each depth's chance on the head's own states [%(default)s]",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=200, help="of each run [%(default)s]")
+    parser.add_argument(
+        "--rounds", type=int, default=2000, help="of each run, all sequences [%(default)s]"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
+
+
+@cache
+def colocate(scenario: Scenario) -> Tally:
+    return SyncRun(scenario, budget=True).run()
 
 
 def cell(scenario: Scenario) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def cell(scenario: Scenario) -> dict[str, Any]:
     root_only = batch / costs.verify_seconds(batch, batch)
     sync = SyncRun(scenario, budget=True).run()
     full = SyncRun(scenario, budget=False).run()
-    colocated = SyncRun(replace(scenario, rtt=0.0, jitter=0.0), budget=True).run()
+    colocated = colocate(replace(scenario, rtt=0.0, jitter=0.0))
     ahead, plan = run_ahead(scenario)
     both = costs.verify_chips + costs.draft_chips
     return {
@@ -136,7 +142,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         cell(
             Scenario(
                 costs=costs, head=head, batch=int(batch), depth=args.depth,
-                max_nodes=args.max_nodes, num_steps=args.steps, seed=args.seed, rtt=rtt * 1e-3,
+                max_nodes=args.max_nodes, num_steps=max(60, args.rounds // int(batch)), seed=args.seed, rtt=rtt * 1e-3,
                 jitter=args.jitter_ms * 1e-3,
             )
         )
@@ -153,7 +159,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "depth": args.depth,
         "max_nodes": args.max_nodes,
         "jitter_ms": args.jitter_ms,
-        "steps": args.steps,
+        "rounds": args.rounds,
         "seed": args.seed,
         "least_over_root_only": {
             name: min(each[name]["over_root_only"] for each in cells)

@@ -21,7 +21,7 @@ from common.types import DraftTree
 from verify_service.budget import TreeBudget
 from verify_service.sequences import PendingRound
 
-TRIAL_STEPS = 48
+TRIAL_ROUNDS = 400
 MAX_ROWS = 1024
 MAX_OUTCOMES = 32
 
@@ -45,7 +45,7 @@ class AheadPlan:
 
 def run_ahead(scenario: Scenario) -> tuple[Tally, AheadPlan]:
     """The best plan's run."""
-    trial = replace(scenario, num_steps=min(TRIAL_STEPS, scenario.num_steps))
+    trial = replace(scenario, num_steps=max(32, TRIAL_ROUNDS // scenario.batch))
     plans = _plans(scenario)
     best = max(plans, key=lambda plan: AheadRun(trial, plan).run().rate)
     return AheadRun(scenario, best).run(), best

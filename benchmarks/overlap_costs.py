@@ -43,11 +43,13 @@ class Costs:
 
     def curve(self) -> StepCurve:
         """What verify's warm-up would have measured."""
-        points = []
-        for rows in ROW_BUCKETS:
-            for sequences in sorted({1, rows}):
-                points.append(StepPoint(rows, 0, sequences, self.verify_seconds(rows, sequences)))
-        return StepCurve.of(points)
+        return StepCurve.of(
+            [
+                StepPoint(rows, 0, sequences, self.verify_seconds(rows, sequences))
+                for rows in ROW_BUCKETS
+                for sequences in (1, rows)
+            ]
+        )
 
 
 def plain(verify_ms: float, draft_ms: float, knee_rows: int) -> Costs:
