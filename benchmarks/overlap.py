@@ -142,8 +142,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         cell(
             Scenario(
                 costs=costs, head=head, batch=int(batch), depth=args.depth,
-                max_nodes=args.max_nodes, num_steps=max(60, args.rounds // int(batch)), seed=args.seed, rtt=rtt * 1e-3,
-                jitter=args.jitter_ms * 1e-3,
+                max_nodes=args.max_nodes, num_steps=max(60, args.rounds // int(batch)),
+                seed=args.seed, rtt=rtt * 1e-3, jitter=args.jitter_ms * 1e-3,
             )
         )
         for batch in args.batch
