@@ -88,7 +88,8 @@ class Grown:
 def grow(head: Head, levels: tuple[bool, ...], num_nodes: int) -> Grown:
     """The best `num_nodes` nodes, root included, no deeper than `levels`; best first."""
     beliefs = [np.log(head.beliefs(d + 1, level)).tolist() for d, level in enumerate(levels)]
-    tokens, parents, scores, paths = [0], [-1], [0.0], [()]
+    tokens, parents, scores = [0], [-1], [0.0]
+    paths: list[tuple[int, ...]] = [()]
     heap: list[tuple[float, tuple[int, ...], int]] = []
     if levels:
         heap.append((-beliefs[0][0], (0,), 0))
