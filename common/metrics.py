@@ -6,11 +6,13 @@ docs/metrics.md lists them all; it is generated from `Metrics.definitions`.
 
 from __future__ import annotations
 
+import math
 import platform
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 
 from prometheus_client import (
     CollectorRegistry,
@@ -23,6 +25,8 @@ from prometheus_client import (
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from common.certificates import not_after
 
 SECONDS_BUCKETS = (
     *(0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512),
@@ -172,6 +176,14 @@ class Metrics:
         self.definitions.append(Definition("canopy_build_info", "gauge", help_text, tuple(labels)))
         build = Gauge("canopy_build_info", help_text, labels, registry=self.registry)
         build.labels(self.service, version, platform.python_version()).set(1)
+
+    def add_certificate(self, cert: Path | None) -> None:
+        """When the server's certificate ends, looked up at each scrape; +Inf without TLS."""
+        gauge = self.gauge(
+            "certificate_not_after_seconds",
+            "Unix time at which the server's certificate ends; +Inf without TLS",
+        )
+        gauge.set_function(lambda: math.inf if cert is None else not_after(cert))
 
     def full_name(self, name: str) -> str:
         return f"canopy_{self.service}_{name}"

@@ -31,10 +31,10 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 
 from common.config import ServiceConfig
 from common.errors import StartupError
+from common.http_endpoint import serve_http
 from common.log import get_logger, set_up_logging
 from common.metrics import Metrics
 from common.process import (
@@ -167,6 +167,7 @@ def run_service(service: Service, config: ServiceConfig, metrics: Metrics) -> in
     if config.parent_pid:
         end_with_parent(config.parent_pid, config.drain_seconds + _EXIT_GRACE_SECONDS)
     metrics.add_process_metrics(canopy_version())
+    metrics.add_certificate(config.tls_cert)
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         return runner.run(_Life(service, config, metrics).run())
 
@@ -224,7 +225,7 @@ class _Life:
     def _open_metrics(self) -> tuple[Any, str]:
         host, port = self._config.host, self._config.metrics_port
         try:
-            server, _ = start_http_server(port, host, registry=self._metrics.registry)
+            server = serve_http(host, port, self._metrics.registry, lambda: self._health.serving)
         except OSError as error:
             raise StartupError(_bind_failure("metrics_port", host, port, error)) from None
         return server, f"{host}:{server.server_port}"

@@ -25,6 +25,7 @@ def service_metrics(service: str) -> Metrics:
     """A service's metrics as its process makes them, nothing counted yet."""
     metrics = Metrics(service)
     metrics.add_process_metrics("0")
+    metrics.add_certificate(None)
     Health((), metrics)
     if service == "router":
         RouterMetrics(metrics)

@@ -111,7 +111,7 @@ def check_head(settings: CheckSettings, report: Report) -> CheckReport:
     """Measures. Raises ModelError, ValueError and OSError, each naming field and remedy."""
     overrides = HeadOverrides(boundaries=settings.boundaries)
     head, params = load_head(settings.head, settings.model, overrides=overrides)
-    readings = list(_readings(head, _num_layers(settings.model), settings.all_readings))
+    readings = list(readings_of(head, _num_layers(settings.model), settings.all_readings))
     wanted = tuple(sorted({b for _, boundaries in readings for b in boundaries}))
     target, target_params = load_target(settings.model, boundaries=wanted)
     answers = _answers(settings, target, target_params, report)
@@ -150,7 +150,7 @@ def _num_layers(model: Path) -> int:
     return read_target_facts(model).num_layers
 
 
-def _readings(
+def readings_of(
     head: HeadConfig, num_layers: int, all_readings: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, boundaries): the one that is served first; its neighbours if the files are unsure."""

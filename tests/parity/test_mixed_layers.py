@@ -9,7 +9,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from engine_driver import generate, guessing
 from model_files import masked_attention
 
@@ -25,7 +24,7 @@ TARGET = TargetConfig(
     family="qwen3_moe",
     vocab_size=29,
     hidden_size=16,
-    num_layers=4,
+    num_layers=3,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
@@ -34,15 +33,14 @@ TARGET = TargetConfig(
     rope=RopeConfig(theta=10_000.0),
     tied_embeddings=True,
     max_positions=128,
-    windows=(None, 40, None, 40),
+    windows=(None, 40, None),
     qk_norm=True,
     experts=ExpertSpec(num_experts=5, num_per_token=2, size=12, normalise=True),
-    sparse_layers=(False, True, True, False),
+    sparse_layers=(False, True, False),
 )
 
 
-@pytest.mark.parametrize("layers_per_program", [None, 1])
-def test_layers_of_several_kinds_give_the_dense_tokens(layers_per_program: int | None) -> None:
+def test_layers_of_several_kinds_give_the_dense_tokens() -> None:
     random = np.random.default_rng(4)
     params = jax.tree.map(lambda x: x * (8.0 if x.ndim > 1 else 1.0), init_target(TARGET, 2))
     config = EngineConfig(
@@ -54,7 +52,7 @@ def test_layers_of_several_kinds_give_the_dense_tokens(layers_per_program: int |
         max_depth=3,
         row_buckets=(128,),
         max_rows=128,
-        layers_per_program=layers_per_program,
+        layers_per_program=1,
     )
     engine = DeviceEngine(TARGET, params, config)
     prompts = [random.integers(29, size=size).tolist() for size in (57, 44)]

@@ -12,6 +12,10 @@ from model_files import write_model
 from tiny_target import CONFIG, VOCAB_SIZE, write_tiny_target
 
 from canopy.cli import main
+from common.entry import run_program
+from common.types import TreeShape
+from draft_service.training.check import CheckSettings, check_head, readings_of
+from models.eagle3 import load_head
 
 pytestmark = pytest.mark.heads
 
@@ -86,56 +90,61 @@ def prompts(directory: Path, *rows: dict[str, Any]) -> Path:
 
 
 def check(capsys: pytest.CaptureFixture[str], *flags: object) -> tuple[int, str, str]:
-    code = main(["head", "check", *map(str, flags)])
+    code = run_program("canopy", lambda: main(["head", "check", *map(str, flags)]))
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
 def test_the_reading_that_accepts_more_is_found_where_ids_are_ambiguous(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Path, tmp_path: Path
 ) -> None:
     """Ids 1, 2, 3 are read as outputs by this layout's habit, boundaries 2, 3, 4; the state that
     the head understands is that of the next layer."""
-    asked = prompts(tmp_path, {"prompt": "count"}, {"turns": ["and on", "unused"]})
-    common = ("--model", target, "--prompts", asked, "--max-tokens", 24, "--json")
-    head = write_counting_head(tmp_path / "wrong", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    code, out, _ = check(capsys, "--head", head, *common)
-    report = json.loads(out)
-    assert code == 0
-    assert report["answers"] == 2
-    assert [(r["name"], r["boundaries"]) for r in report["readings"]] == [
-        ("as served", [2, 3, 4]),
-        ("one layer earlier", [1, 2, 3]),
-        ("one layer later", [3, 4, 5]),
+    report = check_head(
+        CheckSettings(
+            model=target,
+            head=write_counting_head(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[1, 2, 3]),
+            prompts=prompts(tmp_path, {"prompt": "on"}, {"turns": ["up", "unused"]}),
+            max_tokens=16,
+            tree=TreeShape(max_depth=1, top_k=2, max_nodes=3),
+        ),
+        lambda line: None,
+    )
+    assert (report.answers, report.response_tokens) == (2, 32)
+    assert [(reading.name, reading.boundaries) for reading in report.readings] == [
+        ("as served", (2, 3, 4)),
+        ("one layer earlier", (1, 2, 3)),
+        ("one layer later", (3, 4, 5)),
     ]
-    served, earlier, later = (r["acceptance_length"] for r in report["readings"])
-    assert later >= 2.0  # every round drafts the next token right
+    served, earlier, later = (reading.acceptance_length or 0.0 for reading in report.readings)
+    assert later == 15 / 8  # two tokens a round, but for the last one of each answer
     assert max(served, earlier) < 1.5
-    assert report["best"]["boundaries"] == [3, 4, 5]
-
-    code, out, _ = check(capsys, "--head", head, *common[:-1])
-    assert "start verify and draft with --boundaries 3,4,5" in out
-    told = check(capsys, "--head", head, *common, "--boundaries", "3,4,5")[1]
-    assert [r["acceptance_length"] for r in json.loads(told)["readings"]] == [later]
+    assert report.readings[2].per_depth == [0.875]
+    assert report.best.boundaries == (3, 4, 5)
+    assert report.as_text().endswith("start verify and draft with --boundaries 3,4,5")
 
 
 def test_sure_files_are_read_one_way_and_known_answers_are_replayed(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The default boundaries' ids leave no doubt. An answer that does not count accepts nothing."""
-    head = write_counting_head(tmp_path / "sure", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    """The default boundaries' ids leave no doubt, unless all readings are asked for. Of the
+    answers, the one that does not count accepts nothing."""
+    directory = write_counting_head(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    head, _ = load_head(directory, target)
+    assert list(readings_of(head, 8, all_readings=False)) == [("as served", (2, 4, 5))]
     counting = {"prompt_ids": [7, 8], "response_ids": list(range(9, 33)), "temperature": 0.0}
-    backward = {"prompt_ids": [7, 8], "response_ids": list(range(200, 100, -4))}
-    flags = ("--model", target, "--head", head, "--json", "--prompts")
-    first = json.loads(check(capsys, *flags, prompts(tmp_path, counting))[1])
-    assert [r["boundaries"] for r in first["readings"]] == [[2, 4, 5]]
-    assert first["response_tokens"] == 24
-    assert first["readings"][0]["acceptance_length"] >= 2.0
-    second = json.loads(check(capsys, *flags, prompts(tmp_path, backward))[1])
-    assert second["readings"][0]["acceptance_length"] < 1.5
-    every = json.loads(check(capsys, *flags, prompts(tmp_path, counting), "--all-readings")[1])
-    assert [r["boundaries"] for r in every["readings"]] == [[2, 4, 5], [1, 3, 4], [3, 5, 6]]
-    assert every["best"]["name"] == "as served"
+    other = {"prompt_ids": [7, 8], "response_ids": list(range(200, 152, -4))}
+    asked = prompts(tmp_path, counting, other)
+    flags = ("--all-readings", "--max-depth", 1, "--top-k", 2, "--max-nodes", 3, "--json")
+    code, out, _ = check(capsys, "--model", target, "--head", directory, "--prompts", asked, *flags)
+    assert code == 0
+    report = json.loads(out)
+    assert [r["boundaries"] for r in report["readings"]] == [[2, 4, 5], [1, 3, 4], [3, 5, 6]]
+    assert report["best"]["name"] == "as served"
+    served = report["readings"][0]
+    # 23 tokens after the first, two a round, the last round cut short; 11 more one by one
+    assert served["rounds"] == 12 + 11
+    assert served["acceptance_length"] == round(34 / 23, 4)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,11 @@ def test_sure_files_are_read_one_way_and_known_answers_are_replayed(
         (("--prompts", "nowhere.jsonl"), {"prompt": "a"}, "nowhere.jsonl"),
         (("--boundaries", "2;4;5"), {"prompt": "a"}, "--boundaries: '2;4;5' must be numbers"),
         (("--boundaries", "2,4"), {"prompt": "a"}, "boundaries [2, 4] are not 3"),
-        (("--top-k", 0), {"prompt": "a"}, "top_k: 0 is outside [1, 260]"),
+        (
+            ("--top-k", 0),
+            {"prompt_ids": [1], "response_ids": [2, 3]},
+            "top_k: 0 is outside [1, 260]",
+        ),
         (("--head", "nowhere"), {"prompt": "a"}, "nowhere"),
     ],
 )
