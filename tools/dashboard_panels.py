@@ -240,9 +240,15 @@ SPECULATION = Board(
             question="How large are the trees?",
             queries=[
                 Query(expr=mean(f"{D}_tree_nodes"), legend="grown"),
+                Query(
+                    expr=f"{rate(f'{V}_offered_tree_nodes_total')}"
+                    f" / {rate(f'{V}_tree_nodes_count')}",
+                    legend="offered to verify",
+                ),
                 Query(expr=mean(f"{V}_tree_nodes"), legend="verified per round"),
             ],
-            note="Root included. Verified below grown: verify had no room for the rest.",
+            note="Root included. Verified below offered: the rest had no room, or did not pay"
+            " (verify's --tree-budget auto).",
         ),
         Panel(
             question="How many rounds go without a tree?",

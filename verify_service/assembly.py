@@ -28,11 +28,13 @@ from models.sharding import model_mesh
 from models.target import load_target
 from models.target_tables import read_target_facts
 from verify_service import step_curve
+from verify_service.budget import TreeBudget
 from verify_service.config import VerifyConfig
 from verify_service.engine import DeviceEngine, EngineConfig
 from verify_service.info import VerifyInfo
 from verify_service.limits import VerifyLimits
 from verify_service.step import StepPoint
+from verify_service.step_cost import StepCurve
 
 _logger = get_logger("verify.assembly")
 
@@ -42,6 +44,7 @@ class Assembly:
     engine: DeviceEngine
     limits: VerifyLimits
     info: VerifyInfo
+    budget: TreeBudget | None
 
 
 LAYERS_PER_PROGRAM = 3
@@ -79,7 +82,8 @@ def assemble(config: VerifyConfig) -> Assembly:
     step_times = step_curve.measure(engine)
     for point in step_times:
         _logger.info("step time", **asdict(point))
-    return Assembly(engine, _limits(config, engine), _info(config, engine, identity, step_times))
+    limits, info = _limits(config, engine), _info(config, engine, identity, step_times)
+    return Assembly(engine, limits, info, _budget(config, step_times))
 
 
 def _boundaries(config: VerifyConfig) -> tuple[int, ...] | None:
@@ -160,6 +164,12 @@ def _limits(config: VerifyConfig, engine: DeviceEngine) -> VerifyLimits:
         grace_seconds=config.grace_seconds,
         pause_seconds=config.pause_seconds,
     )
+
+
+def _budget(config: VerifyConfig, step_times: tuple[StepPoint, ...]) -> TreeBudget | None:
+    if config.tree_budget == "full":
+        return None
+    return TreeBudget(StepCurve.of(step_times), config.max_tree_depth)
 
 
 def _info(

@@ -20,6 +20,7 @@ from dataclasses import replace
 from common.pages import PageCounts
 from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState
 from verify_service import checks
+from verify_service.budget import TreeBudget
 from verify_service.commands import (
     NO_ROUND,
     Attach,
@@ -44,11 +45,13 @@ MAX_DEFERRED = 16
 
 
 class VerifyMachine:
-    def __init__(self, limits: VerifyLimits) -> None:
+    """`budget` chooses how much of each tree is verified; None: as much as a step holds."""
+
+    def __init__(self, limits: VerifyLimits, budget: TreeBudget | None = None) -> None:
         self._limits = limits
         self._residency = Residency(limits)
         self._registry = Registry(limits, self._residency)
-        self._stepper = Stepper(limits, self._registry, self._residency)
+        self._stepper = Stepper(limits, self._registry, self._residency, budget)
         self._with_features: dict[bytes, None] = {}  # sequences with rows to send, in turn
         self._draining = False
 

@@ -47,7 +47,7 @@ class VerifyService:
         """Loads and compiles on a thread. Raises StartupError."""
         assembly = await asyncio.to_thread(assemble, self._config)
         self._loop = VerifyLoop(
-            VerifyMachine(assembly.limits),
+            VerifyMachine(assembly.limits, assembly.budget),
             assembly.engine,
             deliver=self._hub.deliver,
             on_features=self._hub.wake_receivers,

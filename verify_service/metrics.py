@@ -32,6 +32,9 @@ class VerifyMetrics:
         self._nodes = metrics.histogram(
             "tree_nodes", "Nodes verified per round, root included", power_buckets(MAX_NODES_BUCKET)
         )
+        self._offered = metrics.counter(
+            "offered_tree_nodes", "Nodes of the trees that steps could have verified, with roots"
+        )
         self._preempted = metrics.counter("preemptions", "Sequences put out for want of pages")
         self._errors = metrics.counter(
             "sequence_errors",
@@ -53,6 +56,7 @@ class VerifyMetrics:
         self._host_seconds.observe(host_seconds)
         self._step_tokens.observe(plan.num_rows)
         self._step_sequences.observe(len(plan.works))
+        self._offered.inc(plan.num_offered)
 
     def note_failed_step(self) -> None:
         self._failures.inc()

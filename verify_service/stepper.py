@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.types import Int32Array
+from verify_service.budget import TreeBudget
 from verify_service.events import Event, Preempted, RoundDone, RoundResult
 from verify_service.limits import VerifyLimits
 from verify_service.registry import Registry
@@ -25,6 +27,7 @@ class Plan:
 
     works: list[SequenceWork]
     events: list[Event]
+    num_offered: int = 0  # nodes of the trees before they were cut, roots included
 
     @property
     def num_rows(self) -> int:
@@ -49,11 +52,21 @@ class _Block:
 
 
 class Stepper:
-    def __init__(self, limits: VerifyLimits, registry: Registry, residency: Residency) -> None:
+    """`budget` None: trees are cut to the rows of a step only."""
+
+    def __init__(
+        self,
+        limits: VerifyLimits,
+        registry: Registry,
+        residency: Residency,
+        budget: TreeBudget | None = None,
+    ) -> None:
         self._limits = limits
         self._registry = registry
         self._residency = residency
+        self._budget = budget
         self._launched: dict[int, _Launched] = {}  # by slot
+        self._retired_at: float | None = None  # when the last step ended
 
     @property
     def num_in_flight(self) -> int:
@@ -64,6 +77,8 @@ class Stepper:
         events: list[Event] = []
         self._admit(now, events)
         decoding, prefilling = self._ready(now, events)
+        if decoding:
+            self._note_idle(now)
         blocks = [_Block(s, 1, s.pending) for s in decoding]
         chunks = share_prefill(
             [s.num_missing + 1 for s in prefilling],
@@ -75,8 +90,9 @@ class Stepper:
             if rows:
                 is_last = rows == sequence.num_missing + 1
                 blocks.append(_Block(sequence, rows, sequence.pending if is_last else None))
+        num_offered = sum(b.round.tree.num_nodes for b in blocks if b.round is not None)
         self._share_nodes(blocks)
-        return Plan([self._launch(block, now) for block in blocks], events)
+        return Plan([self._launch(block, now) for block in blocks], events, num_offered)
 
     def retire(
         self,
@@ -87,6 +103,8 @@ class Stepper:
     ) -> tuple[list[VerifySequence], list[Event]]:
         """Commits what a step gave. Returns the sequences that it held and their results."""
         sequences, events = [], list[Event]()
+        verified: list[tuple[PendingRound, Int32Array]] = []
+        self._retired_at = now
         for work, outcome in zip(works, outcomes, strict=True):
             launched = self._launched.pop(work.slot)
             sequence = launched.sequence
@@ -99,9 +117,12 @@ class Stepper:
                 sequence.window.append(work.kv_len, outcome.features)
             sequence.kv_len += outcome.num_committed
             if launched.round is not None:
+                verified.append((launched.round, outcome.accepted_nodes))
                 result = _result(launched, launched.round, outcome, step_seconds)
                 events.append(self._finish_round(sequence, result, now))
             self._residency.settle(sequence)
+        if self._budget is not None:
+            self._budget.learn(verified)
         return sequences, events
 
     def abandon(self, works: Sequence[SequenceWork]) -> list[VerifySequence]:
@@ -142,8 +163,7 @@ class Stepper:
     def _share_nodes(self, blocks: list[_Block]) -> None:
         """Cuts the trees to the rows left over, then to the pages that can be had."""
         sampling = [(block, block.round) for block in blocks if block.round is not None]
-        left = self._limits.max_step_tokens - sum(block.num_causal for block in blocks)
-        counts = share_nodes([round_.tree.scores for _, round_ in sampling], left)
+        counts = self._num_nodes(blocks, [round_ for _, round_ in sampling])
         for (block, round_), num_nodes in zip(sampling, counts, strict=True):
             cut = round_ if num_nodes == round_.tree.num_nodes else round_.prefix(num_nodes)
             sequence, depth = block.sequence, cut.depth
@@ -152,6 +172,21 @@ class Stepper:
                 cut, depth = cut.within_depth(spare), spare
             self._residency.grow(sequence, sequence.committed_len + depth, 0.0)
             block.round = cut
+
+    def _num_nodes(self, blocks: list[_Block], rounds: list[PendingRound]) -> list[int]:
+        num_causal, max_rows = sum(b.num_causal for b in blocks), self._limits.max_step_tokens
+        if self._budget is None:
+            return share_nodes([round_.tree.scores for round_ in rounds], max_rows - num_causal)
+        return self._budget.share(
+            rounds,
+            num_causal=num_causal,
+            max_rows=max_rows,
+            num_kv_tokens=sum(block.sequence.kv_len for block in blocks),
+        )
+
+    def _note_idle(self, now: float) -> None:
+        if self._budget is not None and self._retired_at is not None and not self._launched:
+            self._budget.note_idle(now - self._retired_at)
 
     def _launch(self, block: _Block, now: float) -> SequenceWork:
         sequence = block.sequence

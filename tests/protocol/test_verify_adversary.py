@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from verify_toy import VOCAB, ToyEngine, continuation
 
 from common.types import DraftTree, ErrorCode, SamplingParams
+from verify_service.budget import TreeBudget
 from verify_service.commands import (
     NO_ROUND,
     Attach,
@@ -29,12 +30,15 @@ from verify_service.commands import (
 from verify_service.events import Event, Failed, RoundDone, StateReport
 from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
+from verify_service.step import StepPoint
+from verify_service.step_cost import StepCurve
 
 LIMITS = VerifyLimits(
     vocab_size=VOCAB, max_context_len=24, max_tree_nodes=8, max_tree_depth=4, max_sequences=3,
     max_waiting_sequences=3, page_size=3, num_pages=9, max_step_tokens=10, max_prefill_tokens=4,
     feature_window_tokens=64, grace_seconds=30.0, pause_seconds=0.5,
 )  # fmt: skip
+CURVE = StepCurve.of([StepPoint(rows, 0, 1, 1 + rows / 20) for rows in range(1, 11)])
 
 
 @dataclass
@@ -135,7 +139,8 @@ def draw_tree(data: st.DataObject, sequence: RouterSequence) -> DraftTree:
 class Adversary(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.machine = VerifyMachine(LIMITS)
+        # A budget with an opinion: some steps verify whole trees, some prefixes, some roots alone.
+        self.machine = VerifyMachine(LIMITS, TreeBudget(CURVE, LIMITS.max_tree_depth))
         self.engine = ToyEngine(LIMITS.num_pages, LIMITS.page_size)
         self.now = 0.0
         self.sequences: list[RouterSequence] = []

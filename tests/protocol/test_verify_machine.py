@@ -12,8 +12,11 @@ from verify_toy import ToyEngine, continuation
 from common.types import DraftTree, ErrorCode, SamplingParams, SequenceState
 from verify_service import commands as c
 from verify_service import events as e
+from verify_service.budget import TreeBudget
 from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
+from verify_service.step import StepPoint
+from verify_service.step_cost import StepCurve
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 PROMPT = (3, 1, 4, 1, 5)
@@ -543,3 +546,40 @@ def test_features_behind_a_rollback_are_sent_anew_under_the_new_epoch() -> None:
     bench.steps()
     anew = bench.machine.next_features(1, 4096)
     assert (anew.epoch, anew.position, anew.rows.tolist()) == (2, 3, [[3, PROMPT[3]]])
+
+
+def test_budget_cuts_what_does_not_pay_and_changes_no_token() -> None:
+    dear = StepCurve.of([StepPoint(1, 0, 1, 1.0), StepPoint(8, 0, 1, 9.0)])
+    bench = Bench()
+    bench.machine = VerifyMachine(bench.limits, TreeBudget(dear, bench.limits.max_tree_depth))
+    bench.machine.connect(1)
+    bench.open()
+    bench.steps()
+    a, b = REFERENCE[1:3]
+    for round_, kv_len in ((1, 5), (2, 6)):
+        draft = tree(REFERENCE[kv_len - 5], (a, 0), (b, 1))
+        bench.do(verify(round_, kv_len, draft, acked=round_ - 1))
+        plan = bench.launch()
+        done = result(bench.land(plan))
+        assert plan.num_offered == 3
+        assert (done.num_nodes, list(done.tokens)) == (1, [REFERENCE[kv_len - 4]])
+
+
+def test_budget_learns_by_a_probe_that_trees_pay() -> None:
+    costs = StepCurve.of([StepPoint(1, 0, 1, 1.0), StepPoint(8, 0, 1, 1.55)])
+    bench = Bench(max_context_len=400, num_pages=100)
+    bench.machine = VerifyMachine(bench.limits, TreeBudget(costs, bench.limits.max_tree_depth))
+    bench.machine.connect(1)
+    bench.open(max_total_tokens=300)
+    bench.steps()
+    truth, kv_len, used = continuation(PROMPT, 300), 5, []
+    for round_ in range(1, 70):
+        here = kv_len - 5
+        chain = tree(truth[here], (truth[here + 1], 0), (truth[here + 2], 1))
+        bench.do(verify(round_, kv_len, chain, acked=round_ - 1))
+        (done,) = [x.result for x in bench.steps() if isinstance(x, e.RoundDone)]
+        assert list(done.tokens) == truth[here + 1 : here + 1 + len(done.tokens)]
+        used.append(done.num_nodes)
+        kv_len += len(done.tokens)
+    assert used[0] == 1  # exp(-1) + exp(-2) beside 1 do not pay for 0.55 more
+    assert used[-1] == 3

@@ -1,0 +1,133 @@
+"""Made-up text and a made-up head for the simulated slices: given chances, no model.
+
+A position is easy or hard, and its truth is one of the head's `WIDTH` candidates, by rank, or none
+of them. The chance that it is one, under an accepted parent, is given per depth; easy positions
+miss 0.4 times as often as the mean, hard ones 1.6 times. Candidates fall with the square of their
+rank. What is drawn belongs to (sequence, position): every mode meets the same text. A token is its
+rank; WIDTH: none.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+
+from common.types import DraftTree
+
+WIDTH = 8
+RANK_POWER = 2.0
+MISSES = (0.4, 1.6)  # of an easy and a hard position, over the mean
+_FALL = np.arange(1, WIDTH + 1) ** -RANK_POWER
+_SHARES = _FALL / _FALL.sum()  # of each candidate; the first has 0.65
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """`chances[d]`: that the truth at depth d + 1 is a candidate; deeper ones as the last.
+
+    `surety`: what the head believes over what is so. `own_states`: factor on each depth's chance
+    when a tree was grown on the head's own states for a guessed outcome.
+    """
+
+    chances: tuple[float, ...]
+    surety: float = 1.0
+    own_states: float = 1.0
+
+    def hit_chances(self, depth: int, is_hard: bool, *, ahead: bool) -> tuple[float, ...]:
+        """Of each candidate to be the truth, [WIDTH]; `depth` from 1."""
+        return _hit_chances(self, depth, is_hard, ahead)
+
+    def beliefs(self, depth: int, is_hard: bool) -> tuple[float, ...]:
+        """What the head says of its candidates; it does not know that its states are its own."""
+        sure = [c * self.surety for c in self.hit_chances(depth, is_hard, ahead=False)]
+        return tuple(min(0.99, c) for c in sure)
+
+
+@cache
+def _hit_chances(head: Head, depth: int, is_hard: bool, ahead: bool) -> tuple[float, ...]:
+    given = head.chances[min(depth, len(head.chances)) - 1]
+    chance = max(0.0, 1.0 - (1.0 - given) * MISSES[is_hard]) * (head.own_states if ahead else 1.0)
+    return tuple((chance * _SHARES).tolist())
+
+
+class Text:
+    """What the target will say, for one sequence, as ranks."""
+
+    def __init__(self, sequence: int, seed: int, num_positions: int = 1 << 14) -> None:
+        random = np.random.default_rng((seed, sequence))
+        self._hard = (random.random(num_positions) < 0.5).tolist()
+        self._draws = random.random(num_positions).tolist()
+
+    def levels(self, position: int, count: int) -> tuple[bool, ...]:
+        """Whether the `count` positions behind `position` are hard."""
+        return tuple(self._hard[position + 1 : position + 1 + count])
+
+    def truth(self, head: Head, position: int, depth: int, *, ahead: bool) -> int:
+        """Rank of the token at `position + depth`, for a tree rooted at `position`."""
+        draw = self._draws[position + depth]
+        chances = head.hit_chances(depth, self._hard[position + depth], ahead=ahead)
+        for rank, upto in enumerate(itertools.accumulate(chances)):
+            if draw < upto:
+                return rank
+        return WIDTH
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A tree and where its paths end: `paths[i]` are the ranks down to node i, () at the root."""
+
+    tree: DraftTree
+    paths: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=4096)
+def grow(head: Head, levels: tuple[bool, ...], num_nodes: int) -> Grown:
+    """The best `num_nodes` nodes, root included, no deeper than `levels`; best first."""
+    beliefs = [np.log(head.beliefs(d + 1, level)).tolist() for d, level in enumerate(levels)]
+    tokens, parents, scores = [0], [-1], [0.0]
+    paths: list[tuple[int, ...]] = [()]
+    heap: list[tuple[float, tuple[int, ...], int]] = []
+    if levels:
+        heap.append((-beliefs[0][0], (0,), 0))
+    while heap and len(tokens) < num_nodes:
+        negative, path, parent = heapq.heappop(heap)
+        node, depth, rank = len(tokens), len(path), path[-1]
+        tokens.append(rank)
+        parents.append(parent)
+        scores.append(-negative)
+        paths.append(path)
+        if rank + 1 < WIDTH:
+            step = beliefs[depth - 1][rank] - beliefs[depth - 1][rank + 1]
+            heapq.heappush(heap, (negative + step, (*path[:-1], rank + 1), parent))
+        if depth < len(levels):
+            heapq.heappush(heap, (negative - beliefs[depth][0], (*path, 0), node))
+    tree = DraftTree(
+        np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32)
+    )
+    return Grown(tree, tuple(paths))
+
+
+@lru_cache(maxsize=65536)
+def likeliest_outcomes(
+    head: Head, levels: tuple[bool, ...], num_nodes: int, tree_depth: int, count: int, size: int
+) -> frozenset[tuple[int, ...]]:
+    """The `count` likeliest outcomes of the first `num_nodes` of a tree's `size` nodes, as ranks.
+
+    An outcome is an accepted path and the bonus behind it, which is no child of its end: the
+    target stops at a node where its pick is none of the children. `levels` reach one position
+    beyond `tree_depth`.
+    """
+    grown = grow(head, levels[:tree_depth], size)
+    paths = grown.paths[:num_nodes]
+    kept = set(paths)
+    outcomes = [
+        (float(score) + float(np.log(belief)), (*path, rank))
+        for path, score in zip(paths, grown.tree.scores[:num_nodes].tolist(), strict=True)
+        for rank, belief in enumerate(head.beliefs(len(path) + 1, levels[len(path)]))
+        if (*path, rank) not in kept
+    ]
+    return frozenset(path for _, path in heapq.nlargest(count, outcomes))
