@@ -1,9 +1,9 @@
 """Made-up text and a made-up head for the simulated slices: given chances, no model.
 
-A position is easy or hard, and its truth is one of the head's `WIDTH` candidates, by rank, or none
-of them. The chance that it is one, under an accepted parent, is given per depth; easy positions
-miss 0.4 times as often as the mean, hard ones 1.6 times. Candidates fall with the square of their
-rank. What is drawn belongs to (sequence, position): every mode meets the same text. A token is its
+A position is easy or hard, and its truth is one of the head's `WIDTH` candidates, by rank, or none.
+The chance that it is one, under an accepted parent, is given per depth; easy positions miss 0.4
+times as often as the mean, hard ones 1.6 times. Candidates fall with the square of their rank. What
+is drawn belongs to (sequence, position): every way to decode meets the same text. A token is its
 rank; WIDTH: none.
 """
 
