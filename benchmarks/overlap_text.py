@@ -1,9 +1,9 @@
 """Made-up text and a made-up head for the simulated slices: given chances, no model.
 
-A position is easy or hard, and its truth is one of the head's `WIDTH` candidates, by rank, or none
-of them. The chance that it is one, under an accepted parent, is given per depth; easy positions
-miss 0.4 times as often as the mean, hard ones 1.6 times. Candidates fall with the square of their
-rank. What is drawn belongs to (sequence, position): every mode meets the same text. A token is its
+A position is easy or hard, and its truth is one of the head's `WIDTH` candidates, by rank, or none.
+The chance that it is one, under an accepted parent, is given per depth; easy positions miss 0.4
+times as often as the mean, hard ones 1.6 times. Candidates fall with the square of their rank. What
+is drawn belongs to (sequence, position): every way to decode meets the same text. A token is its
 rank; WIDTH: none.
 """
 
@@ -20,7 +20,7 @@ from common.types import DraftTree
 
 WIDTH = 8
 RANK_POWER = 2.0
-MISSES = (0.4, 1.6)  # of an easy and a hard position, over the mean
+SPREAD = 0.6  # an easy position misses so much less often than the mean, a hard one more
 _FALL = np.arange(1, WIDTH + 1) ** -RANK_POWER
 _SHARES = _FALL / _FALL.sum()  # of each candidate; the first has 0.65
 
@@ -50,7 +50,10 @@ class Head:
 @cache
 def _hit_chances(head: Head, depth: int, is_hard: bool, ahead: bool) -> tuple[float, ...]:
     given = head.chances[min(depth, len(head.chances)) - 1]
-    chance = max(0.0, 1.0 - (1.0 - given) * MISSES[is_hard]) * (head.own_states if ahead else 1.0)
+    missed = 1.0 - given
+    apart = min(SPREAD * missed, 0.9 * given)  # a bad head is a bad one at easy positions, too
+    chance = 1.0 - missed - apart if is_hard else 1.0 - missed + apart
+    chance *= head.own_states if ahead else 1.0
     return tuple((chance * _SHARES).tolist())
 
 

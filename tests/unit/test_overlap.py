@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks import overlap
 from benchmarks.overlap_ahead import AheadPlan, AheadRun, run_ahead
-from benchmarks.overlap_costs import PRESETS, plain
+from benchmarks.overlap_costs import PRESETS, Costs, plain
 from benchmarks.overlap_sync import Scenario, SyncRun
 from benchmarks.overlap_text import WIDTH, Head, Text, grow, likeliest_outcomes
+from verify_service.budget import TreeBudget
+from verify_service.scheduling import share_nodes
+from verify_service.sequences import PendingRound
 
 HEAD = Head((0.8, 0.75, 0.7))
 SCENARIO = Scenario(
@@ -80,3 +84,54 @@ def test_last_line_is_json_and_says_simulated(capsys: pytest.CaptureFixture[str]
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["simulated"] is True
     assert result["cells"][0]["ahead"]["over_root_only"] >= 0.98
+
+
+def verify_rate(scenario: Scenario, how: str) -> float:
+    """Tokens per second of verify alone, a tree always at hand: `how` auto, full or root."""
+    costs, head = scenario.costs, scenario.head
+    budget = TreeBudget(costs.curve(), scenario.depth)
+    texts = [Text(i, scenario.seed) for i in range(scenario.batch)]
+    positions, tokens, seconds = [0] * scenario.batch, 0, 0.0
+    for step in range(scenario.num_steps):
+        rounds = [
+            PendingRound.of(
+                0, grow(head, t.levels(p, scenario.depth), scenario.max_nodes).tree, 64, 0
+            )
+            for t, p in zip(texts, positions, strict=True)
+        ]
+        if how == "auto":
+            counts = budget.share(rounds, num_causal=scenario.batch, max_rows=1024, num_kv_tokens=0)
+        else:
+            most = 0 if how == "root" else 1024 - scenario.batch
+            counts = share_nodes([r.tree.scores for r in rounds], most)
+        verified = []
+        for i, (text, round_, count) in enumerate(zip(texts, rounds, counts, strict=True)):
+            cut, node, path = round_.prefix(count), 0, list[int]()
+            while True:
+                pick = text.truth(head, positions[i], len(path) + 1, ahead=False)
+                below = (cut.tree.parents == node) & (cut.tree.tokens == pick)
+                if not below.any():
+                    break
+                node = int(below.argmax())
+                path.append(node)
+            positions[i] += len(path) + 1
+            tokens += (len(path) + 1) * (step >= scenario.num_steps // 4)
+            verified.append((cut, np.array(path, np.int32)))
+        budget.learn(verified)
+        if step >= scenario.num_steps // 4:
+            seconds += costs.verify_seconds(sum(counts), scenario.batch)
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("chances", [(0.9, 0.85), (0.6, 0.5), (0.05, 0.02)])
+@pytest.mark.parametrize("batch", [1, 24])
+@pytest.mark.parametrize("costs", [plain(12, 1, 240), plain(12, 1, 20)])
+def test_budget_is_never_behind_roots_alone_nor_whole_trees(
+    costs: Costs, batch: int, chances: tuple[float, ...]
+) -> None:
+    scenario = replace(
+        SCENARIO, costs=costs, batch=batch, depth=4, max_nodes=24, num_steps=max(40, 400 // batch),
+        head=Head(chances, surety=1.3),
+    )  # fmt: skip
+    auto = verify_rate(scenario, "auto")
+    assert auto >= 0.97 * max(verify_rate(scenario, "root"), verify_rate(scenario, "full"))
