@@ -33,6 +33,8 @@ SERVICES: dict[str, type[ServiceConfig]] = {
 SET_BY_THE_CHART = frozenset(
     {"host", "port", "metrics_port", "drain_seconds", "log_format", "parent_pid"}
     | {"model", "head", "target", "verify", "draft", "platform", "chip", "compile_cache"}
+    | {"tls_cert", "tls_key", "tls_client_ca", "token_file"}
+    | {"peer_ca", "peer_cert", "peer_key", "peer_token_file"}
 )
 """Fields of the settings that follow from other values of the chart."""
 
@@ -177,6 +179,13 @@ def schema() -> Schema:
         "compileCache": closed(cache),
         **{name: service(name) for name in SERVICES},
         **{"metricsPort": PORT, "preStopSeconds": {**COUNT, "maximum": 600}},
+        "security": closed(
+            {
+                **{f"public{kind}": NAME_OR_EMPTY for kind in ("Tls", "Tokens")},
+                **{f"internal{kind}": NAME_OR_EMPTY for kind in ("Tls", "Tokens")},
+                "publicClientCa": FLAG,
+            }
+        ),
         "experimentalMultiHost": FLAG,
         "logFormat": one_of("json", "text"),
         "podSecurity": closed({"runAsUser": ids, "runAsGroup": ids, "fsGroup": ids}),

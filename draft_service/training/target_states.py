@@ -22,11 +22,12 @@ MASKED = -1e30
 def make_target_states(config: TargetConfig, params: Params) -> TargetStates:
     """tokens int32 [B, T] → features [B, T, F], hidden [B, T, Ht], float32 on the host.
 
-    One program is compiled per shape. Sequences are padded on the right.
+    One program is compiled per shape. Sequences are padded on the right. The parameters are an
+    argument of the program: as constants in it they would be copied and folded by the compiler.
     """
 
     @jax.jit
-    def states(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def states(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         batch, columns = tokens.shape
         positions = jnp.tile(jnp.arange(columns, dtype=jnp.int32), batch)
         attend = dense_attend(config, batch, columns)
@@ -39,7 +40,7 @@ def make_target_states(config: TargetConfig, params: Params) -> TargetStates:
     def run(
         tokens: Int32Array,
     ) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:
-        features, hidden = jax.device_get(states(jnp.asarray(tokens)))
+        features, hidden = jax.device_get(states(params, jnp.asarray(tokens)))
         return features, hidden
 
     return run

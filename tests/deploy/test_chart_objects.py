@@ -55,6 +55,10 @@ POD = {
     ],
     "secretMounts": [{"name": "tls", "secretName": "canopy-tls", "mountPath": "/etc/tls"}],
 }
+SECURITY = {
+    "publicTls": "front", "publicClientCa": True, "publicTokens": "callers",
+    "internalTls": "inside", "internalTokens": "services",
+}  # fmt: skip
 MATRIX: dict[str, Object] = {
     "defaults": {},
     "no-draft": {"draft": {"enabled": False}},
@@ -101,6 +105,8 @@ MATRIX: dict[str, Object] = {
         "verify": {"config": {"kv_pool_tokens": 262144, "row_buckets": [8, 64]}},
         "fullnameOverride": "spec", "logFormat": "text",
     },
+    "security": {"security": SECURITY},
+    "tokens-alone": {"security": {"publicTokens": "tokens"}},
     "replicas": {"router": {"replicas": 3}, "draft": {"replicas": 2}, "verify": {"replicas": 3}},
     **{
         f"slice-{name}": {
@@ -200,6 +206,30 @@ def test_probes_ask_for_names_that_the_service_has(render: Render, service: str)
         "grpc": port,
         "metrics": yaml.safe_load(configs(objects)[service])["metrics_port"],
     }
+
+
+def test_security_gives_each_side_what_the_other_asks_for(render: Render) -> None:
+    objects = render({"security": SECURITY})
+    files = {name: yaml.safe_load(text) for name, text in configs(objects).items()}
+    inside = {"tls_cert", "tls_key", "tls_client_ca", "token_file"}
+    for name in ("verify", "draft"):
+        assert {files[name][field] for field in inside} == {
+            f"/etc/canopy-internal-{file}"
+            for file in ("tls/tls.crt", "tls/tls.key", "tls/ca.crt", "tokens/tokens")
+        }
+    router = files["router"]
+    assert router["peer_token_file"] == files["verify"]["token_file"]
+    assert router["peer_ca"] == files["verify"]["tls_client_ca"]
+    for owner, pod in pods(objects):
+        (container,) = pod["spec"]["containers"]
+        mounts = {m["mountPath"] for m in container.get("volumeMounts", [])}
+        texts = list(files.get(owner.rpartition("-")[2], {}).values()) + container["args"]
+        paths = {text.rpartition("=")[2] for text in texts if isinstance(text, str)}
+        for path in paths:
+            if path.startswith("/etc/canopy-"):
+                assert path.rpartition("/")[0] in mounts, (owner, path)
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):  # no TLS in gRPC probes
+            assert owner.startswith("Pod/") or "httpGet" in container[probe]
 
 
 @pytest.mark.parametrize("name", ["v5e-8", "v5p-8"])

@@ -31,6 +31,8 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "no-image": ({"model": {"source": "image"}}, "model.image.reference: empty"),
     "no-cache-claim": ({"compileCache": {"type": "claim"}}, "compileCache.claim.name: empty"),
     "custom-slice-without-chip": ({"verify": {"slice": "custom"}}, "verify.customSlice.chip"),
+    "client-ca-without-tls": ({"security": {"publicClientCa": True}}, "needs security.publicTls"),
+    "setting-of-security": ({"verify": {"config": {"tls_cert": "/x"}}}, "tls_cert"),
     "several-hosts": ({"verify": {"slice": "v5p-8"}}, "verify.slice: v5p-8 has 2 hosts"),
     "claims-for-a-group": (
         {

@@ -33,6 +33,28 @@
 {{- $_ := set $config "head" $head -}}
 {{- $_ := set $config "target" $target -}}
 {{- end -}}
+{{- $security := $values.security -}}
+{{- $public := eq .name "router" -}}
+{{- $cert := ternary $security.publicTls $security.internalTls $public -}}
+{{- if $cert -}}
+{{- $at := ternary "/etc/canopy-public-tls" "/etc/canopy-internal-tls" $public -}}
+{{- $_ := set $config "tls_cert" (printf "%s/tls.crt" $at) -}}
+{{- $_ := set $config "tls_key" (printf "%s/tls.key" $at) -}}
+{{- if or (not $public) $security.publicClientCa }}{{ $_ := set $config "tls_client_ca" (printf "%s/ca.crt" $at) }}{{ end -}}
+{{- else if and $public $security.publicClientCa -}}
+{{- fail "security.publicClientCa: needs security.publicTls; name the Secret of the router's certificate" -}}
+{{- end -}}
+{{- if ternary $security.publicTokens $security.internalTokens $public -}}
+{{- $_ := set $config "token_file" (printf "/etc/canopy-%s-tokens/tokens" (ternary "public" "internal" $public)) -}}
+{{- end -}}
+{{- if and $public $security.internalTls -}}
+{{- $_ := set $config "peer_ca" "/etc/canopy-internal-tls/ca.crt" -}}
+{{- $_ := set $config "peer_cert" "/etc/canopy-internal-tls/tls.crt" -}}
+{{- $_ := set $config "peer_key" "/etc/canopy-internal-tls/tls.key" -}}
+{{- end -}}
+{{- if and $public $security.internalTokens -}}
+{{- $_ := set $config "peer_token_file" "/etc/canopy-internal-tokens/tokens" -}}
+{{- end -}}
 {{- mergeOverwrite $config (deepCopy $own.config) | toYaml -}}
 {{- end -}}
 
@@ -52,4 +74,21 @@
 
 {{- define "canopy.address" -}}
 {{ include "canopy.serviceName" . }}.{{ .root.Release.Namespace }}.svc:{{ include "canopy.port" . }}
+{{- end -}}
+
+{{- /* Whether the service itself speaks TLS: then Kubernetes' gRPC probes cannot ask it. */ -}}
+{{- define "canopy.speaksTls" -}}
+{{- if ternary .root.Values.security.publicTls .root.Values.security.internalTls (eq .name "router") }}yes{{ end -}}
+{{- end -}}
+
+{{- /* The Secrets of `security` that a service mounts, as JSON: mount's name to Secret's name. */ -}}
+{{- define "canopy.secrets" -}}
+{{- $security := .root.Values.security -}}
+{{- $kinds := dict "internal-tls" $security.internalTls "internal-tokens" $security.internalTokens -}}
+{{- if eq .name "router" -}}
+{{- $kinds = merge $kinds (dict "public-tls" $security.publicTls "public-tokens" $security.publicTokens) -}}
+{{- end -}}
+{{- $named := dict -}}
+{{- range $kind, $secret := $kinds }}{{ if $secret }}{{ $_ := set $named $kind $secret }}{{ end }}{{ end -}}
+{{- toJson $named -}}
 {{- end -}}

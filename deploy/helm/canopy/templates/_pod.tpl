@@ -100,6 +100,23 @@ spec:
         - {name: grpc, containerPort: {{ include "canopy.port" . }}, protocol: TCP}
         - {name: metrics, containerPort: {{ $values.metricsPort }}, protocol: TCP}
       {{- if .serves }}
+      {{- if include "canopy.speaksTls" . }}
+      startupProbe:
+        httpGet: {port: metrics, path: /ready}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: {{ div (add $own.startupSeconds 4) 5 }}
+      readinessProbe:
+        httpGet: {port: metrics, path: /ready}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 2
+      livenessProbe:
+        httpGet: {port: metrics, path: /alive}
+        periodSeconds: 10
+        timeoutSeconds: 10
+        failureThreshold: 6
+      {{- else }}
       startupProbe:
         grpc: {port: {{ include "canopy.port" . }}, service: {{ include "canopy.grpcName" . }}}
         periodSeconds: 5
@@ -116,6 +133,7 @@ spec:
         timeoutSeconds: 10
         failureThreshold: 6
       {{- end }}
+      {{- end }}
       lifecycle:
         preStop:
           sleep: {seconds: {{ $values.preStopSeconds }}}
@@ -127,6 +145,9 @@ spec:
         {{- if ne .name "router" }}
         - {name: compile-cache, mountPath: /var/cache/canopy}
         - {name: shm, mountPath: /dev/shm}
+        {{- end }}
+        {{- range $kind, $secret := include "canopy.secrets" . | fromJson }}
+        - {name: {{ $kind }}, mountPath: /etc/canopy-{{ $kind }}, readOnly: true}
         {{- end }}
         {{- range $own.pod.secretMounts }}
         - {name: {{ .name }}, mountPath: {{ .mountPath }}, readOnly: true}
@@ -194,6 +215,10 @@ capabilities:
     pullPolicy: {{ $values.model.image.pullPolicy }}
 {{- else }}
   emptyDir: {sizeLimit: 4Gi}
+{{- end }}
+{{- range $kind, $secret := include "canopy.secrets" . | fromJson }}
+- name: {{ $kind }}
+  secret: {secretName: {{ $secret }}, defaultMode: 0440}
 {{- end }}
 {{- range (get $values .name).pod.secretMounts }}
 - name: {{ .name }}
