@@ -106,7 +106,7 @@ def mode(tally: Tally, root_only: float, chips: float) -> dict[str, float | None
         "nodes": round(tally.nodes / tally.rounds, 2),
         "step_over_verify_p50": round(tally.step_over_verify(50), 3),
         "step_over_verify_p99": round(tally.step_over_verify(99), 3),
-        "hidden": None if tally.hidden is None else round(tally.hidden, 3),
+        "hidden": None if tally.hidden is None else round(abs(tally.hidden), 3),
     }
 
 
