@@ -6,8 +6,8 @@ likeliest outcomes of r, all outcomes in one dispatch a depth, and pushes them, 
 whose outcome is not among them, or whose trees are late, runs its root alone in that step. Where
 no sequence has a tree, a step may wait for trees from true features instead, as the synchronous
 path does. The tree budget is the service's own. Depth, number of outcomes and waiting are tried on
-a short run first; the best of them, plain decoding and the synchronous path are run in full, and the
-best of those is told.
+a short run first; the best of them, plain decoding and the synchronous path are run in full, and
+the best of those is told.
 """
 
 from __future__ import annotations
