@@ -77,6 +77,7 @@ class AheadRun:
         self._s, self._plan = scenario, plan
         self._budget = TreeBudget(scenario.costs.curve(), scenario.depth)
         self._random = np.random.default_rng(scenario.seed)
+        self._gap = 0.0  # that the device waited behind the last step
         self._sequences = [_Sequence(Text(i, scenario.seed)) for i in range(scenario.batch)]
 
     def run(self) -> Tally:
@@ -88,6 +89,7 @@ class AheadRun:
     def _step(self, tally: Tally) -> None:
         s = self._s
         waited = self._wait() if self._plan.waits else 0.0
+        self._budget.note_idle(self._gap + waited)
         rounds = [self._round(sequence) for sequence in self._sequences]
         counts = self._budget.share(rounds, num_causal=s.batch, max_rows=MAX_ROWS, num_kv_tokens=0)
         seconds = s.costs.verify_seconds(sum(counts), s.batch)
@@ -104,6 +106,7 @@ class AheadRun:
             tally.hits += is_hit
             verified.append((cut, nodes))
         self._budget.learn(verified)
+        self._gap = interval - seconds
         tally.add(waited + interval, seconds, waited + due)
 
     def _wait(self) -> float:
