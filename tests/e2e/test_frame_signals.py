@@ -29,6 +29,8 @@ def begin(*arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         start_new_session=True,
         text=True,
+        # Where the suite runs in the background of a script, SIGINT is ignored from the start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
