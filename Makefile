@@ -5,6 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 CODE := benchmarks canopy common draft_service kernels models router tools verify_service
+TWO := -n 2 --dist loadfile  # files side by side: two cores, and much of a test is waiting
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-slow aot prove check check-deploy format protos deploy-files bench clean
@@ -44,13 +45,14 @@ demo: $(VENV)/.installed  ## Fetch a model, start the three services, stream an 
 	@$(BIN)/canopy demo
 
 test: $(VENV)/.installed-test  ## The fast suite, end-to-end tests included.
-	$(BIN)/python -m pytest -m "not slow and not deploy"
+	$(BIN)/python -m pytest -m "e2e and not slow" tests/e2e
+	$(BIN)/python -m pytest $(TWO) -m "not e2e and not slow and not deploy and not aot"
 
 test-slow: $(VENV)/.installed-test  ## What the fast suite leaves out.
 	$(BIN)/python -m pytest -m "slow and not deploy"
 
 aot: $(VENV)/.installed-tpu  ## Compile the kernels for every TPU generation; needs no TPU.
-	$(BIN)/python -m pytest -m aot tests/aot
+	$(BIN)/python -m pytest -n 2 -m aot tests/aot
 
 prove: $(VENV)/.installed-tpu  ## Real shapes and whole steps, static schedules: what is stale.
 	$(BIN)/python -m benchmarks.prove
