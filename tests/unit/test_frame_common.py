@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -145,7 +146,12 @@ def test_parent_hears_of_a_failure_on_stdout(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stoppable_code_gives_back_what_it_has(number: signal.Signals, code: int) -> None:
+def test_stoppable_code_gives_back_what_it_has(
+    number: signal.Signals, code: int, request: pytest.FixtureRequest
+) -> None:
+    # Where the suite runs in the background of a script, SIGINT is ignored from the start.
+    request.addfinalizer(functools.partial(signal.signal, number, signal.getsignal(number)))
+    signal.signal(number, signal.default_int_handler)
     given_back = []
 
     def run() -> int:
