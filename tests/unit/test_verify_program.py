@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -46,6 +47,7 @@ def tree(slot: int, kv_len: int, root: int, pages: list[int]) -> SequenceWork:
     )  # fmt: skip
 
 
+@functools.cache
 def run(layers_per_program: int | None) -> list[SequenceOutcome]:
     params = jax.tree.map(lambda x: x * (8.0 if x.ndim > 1 else 1.0), init_target(WINDOWED, 5))
     config = dataclasses.replace(CONFIG, layers_per_program=layers_per_program)
@@ -57,7 +59,7 @@ def run(layers_per_program: int | None) -> list[SequenceOutcome]:
     return [*first, *second, *third]
 
 
-@pytest.mark.parametrize("layers_per_program", [1, 2, 5])
+@pytest.mark.parametrize("layers_per_program", [1, 2])
 def test_split_step_gives_tokens_and_features_of_the_whole(layers_per_program: int) -> None:
     for split, whole in zip(run(layers_per_program), run(None), strict=True):
         assert split.tokens.tolist() == whole.tokens.tolist()
