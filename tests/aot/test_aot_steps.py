@@ -35,16 +35,16 @@ def check(step: steps.Step, mesh: Mesh) -> None:
     assert all(math.prod(shape) < step.pages_bytes // 4 for shape in copies - copied)
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v5p"])
-def test_verify_step_on_one_chip(chip: str) -> None:
-    step = steps.verify(SMOLLM2.with_layers(4), CHIPS[chip], None)
-    check(step, mesh_for(CHIPS[chip]))
+def test_verify_step_on_one_chip() -> None:
+    step = steps.verify(SMOLLM2.with_layers(4), CHIPS["v5e"], None)
+    check(step, mesh_for(CHIPS["v5e"]))
 
 
-def test_verify_step_for_v6e_fits_though_its_program_cannot_be_read_back() -> None:
+@pytest.mark.parametrize("chip", ["v5p", "v6e"])
+def test_verify_step_fits_where_its_program_cannot_be_read_back(chip: str) -> None:
     """jax 0.10.2 fails to parse what libtpu 0.0.52 compiled: memory is all that can be checked."""
-    step = steps.verify(SMOLLM2.with_layers(4), CHIPS["v6e"], None)
-    mesh = mesh_for(CHIPS["v6e"])
+    step = steps.verify(SMOLLM2.with_layers(4), CHIPS[chip], None)
+    mesh = mesh_for(CHIPS[chip])
     arguments: list[Any] = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, a.spec))
         for a in step.call.arguments
