@@ -53,7 +53,9 @@ def test_ctrl_c_while_imports_run_is_quiet(seconds: float) -> None:
     time.sleep(seconds)
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
-    assert process.returncode in (0, 130)  # it may have been through
+    # It may have been through, or in the interpreter's own start or end, where a signal is fatal
+    # (a shell calls that 130, too).
+    assert process.returncode in (0, 130, -signal.SIGINT)
     assert "Traceback" not in stderr
     assert "Error" not in stderr
 
