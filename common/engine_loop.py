@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
@@ -91,7 +92,7 @@ class LoopMetrics(Protocol):
     def note_compiles(self, count: int) -> None: ...
 
 
-class EngineLoop(Generic[Work, Outcome, Event]):
+class EngineLoop(ABC, Generic[Work, Outcome, Event]):
     """Owns machine and engine. All methods run on the event loop's thread.
 
     `deliver` takes events to their streams; `gather_seconds`: how long a step waits for sequences
@@ -109,10 +110,10 @@ class EngineLoop(Generic[Work, Outcome, Event]):
     ) -> None:
         self._service = service
         self._logger = get_logger(f"{service}.loop")
-        self._driven = machine
+        self._machine = machine
         self._engine = engine
         self._deliver = deliver
-        self._noted = metrics
+        self._metrics = metrics
         self._gather_seconds = gather_seconds
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()  # a frame was handled
@@ -127,9 +128,9 @@ class EngineLoop(Generic[Work, Outcome, Event]):
         """Whether planning now could give a step."""
         return True
 
+    @abstractmethod
     def _expects_more(self, now: float) -> bool:
         """Whether a sequence is about to join the next step."""
-        raise NotImplementedError
 
     def _after_turn(self) -> None:
         """Called whenever a step or time has changed the machine."""
@@ -137,10 +138,10 @@ class EngineLoop(Generic[Work, Outcome, Event]):
     # -- from the servicer
 
     def connect(self, stream: int) -> None:
-        self._driven.connect(stream)
+        self._machine.connect(stream)
 
     def disconnect(self, stream: int) -> None:
-        self._driven.disconnect(stream, time.monotonic())
+        self._machine.disconnect(stream, time.monotonic())
 
     def _note_frame(self) -> None:
         """A frame was handled: what waits for one looks again."""
@@ -160,8 +161,8 @@ class EngineLoop(Generic[Work, Outcome, Event]):
 
     async def drain(self) -> None:
         """Takes no new sequences; returns when the last one is closed."""
-        self._driven.drain()
-        while self._driven.num_sequences:
+        self._machine.drain()
+        while self._machine.num_sequences:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):  # leases end without a command
                 async with asyncio.timeout(TICK_SECONDS):
@@ -179,7 +180,7 @@ class EngineLoop(Generic[Work, Outcome, Event]):
             now = time.monotonic()
             self._tick(now)
             if self._has_ready():
-                plan: Plan = self._driven.plan(await self._gather(now))
+                plan: Plan = self._machine.plan(await self._gather(now))
                 if plan.works:
                     return plan
                 self._flush(plan.events)
@@ -220,18 +221,18 @@ class EngineLoop(Generic[Work, Outcome, Event]):
             return
         self._failures = 0
         back = time.monotonic()
-        self._finished += self._driven.retire(plan.works, outcomes, back, step_seconds)
+        self._finished += self._machine.retire(plan.works, outcomes, back, step_seconds)
         self._after_turn()
         host_seconds = (time.monotonic() - begun) - step_seconds
-        self._noted.note_step(plan, step_seconds, host_seconds)
+        self._metrics.note_step(plan, step_seconds, host_seconds)
 
     def _fail(self, plan: Plan, error: Exception) -> None:
         self._logger.exception("a step failed", num_sequences=len(plan.works))
-        self._noted.note_failed_step()
+        self._metrics.note_failed_step()
         self._failures += 1
         service = self._service
         message = f"the {service} step failed: {type(error).__name__}; open the sequence again"
-        self._finished += self._driven.fail(plan.works, message, time.monotonic())
+        self._finished += self._machine.fail(plan.works, message, time.monotonic())
         self._after_turn()
         if self._failures >= MAX_FAILURES:
             self._flush()
@@ -242,13 +243,13 @@ class EngineLoop(Generic[Work, Outcome, Event]):
         finished, self._finished = self._finished, []
         sent = [*finished, *events]
         if sent:
-            self._noted.note_events(sent)
+            self._metrics.note_events(sent)
             self._deliver(sent)
 
     def _tick(self, now: float) -> None:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
-            self._driven.tick(now)
+            self._machine.tick(now)
             self._after_turn()
-            self._noted.note_state(self._driven)
-            self._noted.note_compiles(getattr(self._engine, "compiles_after_warm_up", 0))
+            self._metrics.note_state(self._machine)
+            self._metrics.note_compiles(getattr(self._engine, "compiles_after_warm_up", 0))

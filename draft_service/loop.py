@@ -20,6 +20,9 @@ class DraftLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
     `common.engine_loop`.
     """
 
+    _machine: DraftMachine
+    _metrics: DraftMetrics
+
     def __init__(
         self,
         machine: DraftMachine,
@@ -31,8 +34,6 @@ class DraftLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
         gather_seconds: float,
     ) -> None:
         super().__init__("draft", machine, engine, deliver, metrics, gather_seconds)
-        self._machine = machine
-        self._metrics = metrics
         self._on_room = on_room
 
     def submit(self, stream: int, commands: Iterable[Command]) -> None:

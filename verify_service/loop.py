@@ -21,6 +21,8 @@ RECENT_SECONDS = 0.25
 class VerifyLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
     """`on_features` is called when rows may wait to be sent. See `common.engine_loop`."""
 
+    _machine: VerifyMachine
+
     def __init__(
         self,
         machine: VerifyMachine,
@@ -32,7 +34,6 @@ class VerifyLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
         gather_seconds: float,
     ) -> None:
         super().__init__("verify", machine, engine, deliver, metrics, gather_seconds)
-        self._machine = machine
         self._on_features = on_features
 
     def submit(self, stream: int, commands: Iterable[Command], errors: Iterable[Failed]) -> None:
