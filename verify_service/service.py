@@ -11,10 +11,12 @@ import grpc
 import grpc.aio
 
 from canopy.v1 import verify_pb2, verify_pb2_grpc
+from common.outbox import Outbox
 from common.tensors import MAX_PIECE_BYTES, FeaturePiece, split_rows
 from verify_service.codec import decode_request, encode_events, encode_pieces
+from verify_service.events import Event
 from verify_service.loop import VerifyLoop
-from verify_service.streams import FeatureReceiver, Outbox, StreamHub
+from verify_service.streams import FeatureReceiver, StreamHub
 
 LINK_ID_KEY = "canopy-link-id"
 MAX_LINK_ID_CHARACTERS = 64
@@ -82,7 +84,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     async def _read(
         self,
         stream: int,
-        outbox: Outbox,
+        outbox: Outbox[Event],
         requests: AsyncIterator[verify_pb2.VerifyRequest],
     ) -> None:
         """Until the router half-closes or goes; then the stream ends."""

@@ -10,43 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.outbox import Outbox
 from verify_service.events import Event
-
-MAX_OUTBOX_EVENTS = 8192
-MAX_FRAME_EVENTS = 256
-
-
-class Outbox:
-    """Events on their way to one stream."""
-
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-        self._filled = asyncio.Event()
-        self._closed = False
-        self.overflowed = False
-
-    def put(self, event: Event) -> None:
-        if self._closed:
-            return
-        if len(self._events) >= MAX_OUTBOX_EVENTS:
-            self.overflowed = True
-            self.close()
-            return
-        self._events.append(event)
-        self._filled.set()
-
-    def close(self) -> None:
-        """What is in it still goes out."""
-        self._closed = True
-        self._filled.set()
-
-    async def take(self) -> list[Event]:
-        """The events of the next frame; empty when the outbox is closed and nothing is left."""
-        await self._filled.wait()
-        events, self._events = self._events[:MAX_FRAME_EVENTS], self._events[MAX_FRAME_EVENTS:]
-        if not self._events and not self._closed:
-            self._filled.clear()
-        return events
 
 
 @dataclass(eq=False)
@@ -70,15 +35,15 @@ class StreamHub:
     """Numbers the streams and finds outboxes and receivers."""
 
     def __init__(self) -> None:
-        self._outboxes: dict[int, Outbox] = {}
+        self._outboxes: dict[int, Outbox[Event]] = {}
         self._stream_of_link: dict[str, int] = {}  # the newest
         self._receivers: dict[str, FeatureReceiver] = {}
         self._num_streams = 0
 
-    def open(self, link_id: str) -> tuple[int, Outbox]:
+    def open(self, link_id: str) -> tuple[int, Outbox[Event]]:
         self._num_streams += 1
         stream = self._num_streams
-        self._outboxes[stream] = Outbox()
+        self._outboxes[stream] = Outbox[Event]()
         self._stream_of_link[link_id] = stream
         return stream, self._outboxes[stream]
 

@@ -17,6 +17,7 @@ from verify_client import Generation, Guess, VerifyClient
 
 from canopy.v1 import types_pb2, verify_pb2, verify_pb2_grpc
 from common.metrics import Metrics
+from common.outbox import MAX_EVENTS, Outbox
 from models.config import TargetConfig
 from models.rope import RopeConfig
 from models.target import init_target
@@ -26,7 +27,7 @@ from verify_service.loop import DeviceLost, VerifyLoop
 from verify_service.machine import VerifyMachine
 from verify_service.metrics import VerifyMetrics
 from verify_service.service import VerifyServicer
-from verify_service.streams import MAX_OUTBOX_EVENTS, Outbox, StreamHub
+from verify_service.streams import StreamHub
 
 VOCAB, HIDDEN = 32, 16
 TARGET = TargetConfig(
@@ -259,10 +260,10 @@ async def test_failed_steps_are_told_and_the_third_in_a_row_ends_the_loop() -> N
 
 async def test_outbox_that_nobody_reads_overflows_instead_of_growing() -> None:
     outbox = Outbox()
-    for i in range(MAX_OUTBOX_EVENTS + 10):
+    for i in range(MAX_EVENTS + 10):
         outbox.put(i)  # type: ignore[arg-type]
     assert outbox.overflowed
     total = 0
     while events := await outbox.take():
         total += len(events)
-    assert total == MAX_OUTBOX_EVENTS
+    assert total == MAX_EVENTS
