@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Sequence
 
 import grpc.aio
 
 from canopy.v1 import verify_pb2_grpc
-from common.errors import StartupError
-from common.log import get_logger
+from common.engine_service import EngineService
 from common.metrics import Metrics
 from common.server import Health, run_service
 from verify_service.assembly import assemble
@@ -23,10 +20,8 @@ from verify_service.metrics import VerifyMetrics
 from verify_service.service import VerifyServicer
 from verify_service.streams import StreamHub
 
-_logger = get_logger("verify.main")
 
-
-class VerifyService:
+class VerifyService(EngineService):
     """The target behind gRPC; implements `common.server.Service`."""
 
     names: Sequence[str] = ("canopy.v1.VerifyService",)
@@ -36,9 +31,7 @@ class VerifyService:
         self._metrics = VerifyMetrics(metrics, config.max_tree_depth, config.max_step_tokens)
         self._hub = StreamHub()
         self._servicer = VerifyServicer(self._hub)
-        self._loop: VerifyLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._failure: str | None = None
+        super().__init__("verify", self._hub)
 
     def register(self, server: grpc.aio.Server) -> None:
         verify_pb2_grpc.add_VerifyServiceServicer_to_server(self._servicer, server)
@@ -46,7 +39,7 @@ class VerifyService:
     async def start(self, health: Health) -> None:
         """Loads and compiles on a thread. Raises StartupError."""
         assembly = await asyncio.to_thread(assemble, self._config)
-        self._loop = VerifyLoop(
+        loop = VerifyLoop(
             VerifyMachine(assembly.limits, assembly.budget),
             assembly.engine,
             deliver=self._hub.deliver,
@@ -54,34 +47,9 @@ class VerifyService:
             metrics=self._metrics,
             gather_seconds=self._config.gather_seconds,
         )
-        self._servicer.loop = self._loop
+        self._servicer.loop = loop
         self._servicer.info = encode_info(assembly.info)
-        self._task = asyncio.create_task(self._loop.run(), name="verify-loop")
-        self._task.add_done_callback(self._on_loop_end)
-
-    async def drain(self, grace_seconds: float) -> None:
-        """Refuses new sequences; returns when those that are open were closed."""
-        if self._loop is not None and self._failure is None:
-            await self._loop.drain()
-
-    async def stop(self) -> None:
-        """Ends all streams. Raises StartupError if the device was lost, for the exit code."""
-        self._hub.close_all()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        if self._loop is not None:
-            self._loop.stop()
-        if self._failure is not None:
-            raise StartupError(f"{self._failure}; start the service again")
-
-    def _on_loop_end(self, task: asyncio.Task[None]) -> None:
-        """A loop that ends by itself cannot serve any more: the process ends, visibly."""
-        if task.cancelled() or task.exception() is None:
-            return
-        self._failure = f"the verify loop ended: {task.exception()}"
-        _logger.error("the verify loop ended", reason=str(task.exception()))
-        os.kill(os.getpid(), signal.SIGTERM)
+        self._run(loop)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
