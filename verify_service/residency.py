@@ -6,6 +6,10 @@ back what was not accepted. Victims of a preemption are, in this order: those wh
 those that have paused long, the youngest. A sequence that is neither orphaned nor long paused gives
 way only to an older one, so that the oldest always goes on and nobody waits in a circle. A sequence
 in a launched step is never touched.
+
+Pages may be shared, and published ones are immutable: before a sequence writes into one that it
+does not have for itself it gets a page of its own, and the step copies the rows (copy-on-write).
+The page that is copied from stays held until that step has retired.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ class Residency:
 
     def check(self) -> None:
         """Raises AssertionError unless pages and slots balance."""
-        self._pool.check([sequence.pages for sequence in self._residents.values()])
+        self._pool.check([sequence.held_pages for sequence in self._residents.values()])
         assert len(self._free_slots) + len(self._residents) == self._limits.max_sequences
         for slot, sequence in self._residents.items():
             assert sequence.slot == slot, (sequence.slot, slot)
@@ -52,24 +56,55 @@ class Residency:
         put_out = self._make_room(sequence, pages + headroom, slot=True, now=now)
         if put_out is None:
             return None
-        sequence.slot = self._free_slots.pop()
-        sequence.pages = self._pool.reserve(pages)
-        sequence.kv_len = 0
-        self._residents[sequence.slot] = sequence
+        self._enter(sequence, self._pool.reserve(pages), 0)
+        return put_out
+
+    def fork(
+        self, parent: VerifySequence, child: VerifySequence, now: float
+    ) -> list[VerifySequence] | None:
+        """Gives `child` a slot and the rows that `parent` has, by reference; returns whom it put
+        out.
+
+        No page is copied until one of the two writes into it. `parent` may be in a launched step:
+        what that writes is beyond its `kv_len`, and not looked at here. None, and nothing changed,
+        when there is no slot yet.
+        """
+        put_out = self._make_room(child, 0, slot=True, now=now, keep=parent)
+        if put_out is None:
+            return None
+        rows = min(parent.kv_len, child.committed_len - 1)
+        shared = parent.pages[: self._limits.pages_for(rows)]
+        if parent.copy is not None:  # not made yet: the rows are still where they come from
+            source, target = parent.copy
+            shared = [source if page == target else page for page in shared]
+        self._pool.hold(shared)
+        self._enter(child, shared, rows)
         return put_out
 
     def grow(
         self, sequence: VerifySequence, num_rows: int, now: float
     ) -> list[VerifySequence] | None:
-        """Reserves pages up to `num_rows` KV rows, putting others out if it must; None: no room
-        yet.
+        """Makes the rows from `kv_len` up to `num_rows` the sequence's to write, putting others
+        out if it must; None: no room yet.
+
+        Reserves what pages are missing. A page that holds rows below `kv_len` and is not the
+        sequence's alone is replaced by one to copy it to.
         """
-        missing = self._limits.pages_for(num_rows) - len(sequence.pages)
-        if missing <= 0:
-            return []
-        put_out = self._make_room(sequence, missing, slot=False, now=now)
-        if put_out is not None:
-            sequence.pages += self._pool.reserve(missing)
+        missing = max(0, self._limits.pages_for(num_rows) - len(sequence.pages))
+        shared = self._shared_tail(sequence)
+        wanted = missing + (shared is not None)
+        if shared is not None and self._pool.num_available < wanted:
+            # Copying would put somebody out: better that nobody finds the page any more.
+            wanted -= self._withdraw(sequence.pages[shared])
+        put_out = self._make_room(sequence, wanted, slot=False, now=now)
+        if put_out is None:
+            return None
+        shared = self._shared_tail(sequence)  # those put out may have been its other holders
+        if shared is not None:
+            [target] = self._pool.reserve(1)
+            sequence.copy = (sequence.pages[shared], target)
+            sequence.pages[shared] = target
+        sequence.pages += self._pool.reserve(missing)
         return put_out
 
     def room_rows(self, sequence: VerifySequence) -> int:
@@ -78,41 +113,80 @@ class Residency:
 
     def settle(self, sequence: VerifySequence) -> None:
         """After a step: pages with committed rows become live, those beyond the next root are
-        released.
+        released, and so is the one that was copied from.
         """
+        self._end_copy(sequence)
         self._pool.commit(sequence.pages[: self._limits.pages_for(sequence.kv_len)])
         self._shorten(sequence, self._limits.pages_for(sequence.committed_len))
 
     def cut(self, sequence: VerifySequence, kv_len: int) -> None:
         """Forgets rows from `kv_len` on and releases the pages behind them."""
         sequence.kv_len = min(sequence.kv_len, kv_len)
-        self._shorten(sequence, self._limits.pages_for(kv_len + 1))
+        self._shorten(sequence, self._limits.pages_for(sequence.kv_len))
+        if sequence.copy is not None and sequence.copy[1] not in sequence.pages:
+            self._end_copy(sequence)
 
     def put_out(self, sequence: VerifySequence) -> None:
         """Takes slot and pages back. Again: no change."""
         if not sequence.is_resident:
             return
+        self._end_copy(sequence)
         self._pool.release(sequence.pages)
         del self._residents[sequence.slot]
         self._free_slots.append(sequence.slot)
         sequence.slot, sequence.pages, sequence.kv_len = NO_SLOT, [], 0
+
+    def _enter(self, sequence: VerifySequence, pages: list[int], kv_len: int) -> None:
+        sequence.slot = self._free_slots.pop()
+        sequence.pages, sequence.kv_len = pages, kv_len
+        self._residents[sequence.slot] = sequence
+
+    def _shared_tail(self, sequence: VerifySequence) -> int | None:
+        """Index of the page that the next row goes into, if others may read its earlier rows."""
+        index, used = divmod(sequence.kv_len, self._limits.page_size)
+        if not used or self._pool.is_writable(sequence.pages[index]):
+            return None
+        return index
+
+    def _withdraw(self, page: int) -> bool:
+        """Makes a published page that one sequence has for itself writable; False: others hold
+        it.
+        """
+        if not self._pool.is_sole(page):
+            return False
+        self._pool.withdraw(page)
+        return True
+
+    def _end_copy(self, sequence: VerifySequence) -> None:
+        if sequence.copy is not None:
+            self._pool.release([sequence.copy[0]])
+            sequence.copy = None
 
     def _shorten(self, sequence: VerifySequence, num_pages: int) -> None:
         self._pool.release(sequence.pages[num_pages:])
         del sequence.pages[num_pages:]
 
     def _make_room(
-        self, sequence: VerifySequence, pages: int, *, slot: bool, now: float
+        self,
+        sequence: VerifySequence,
+        pages: int,
+        *,
+        slot: bool,
+        now: float,
+        keep: VerifySequence | None = None,
     ) -> list[VerifySequence] | None:
-        """Puts out as few as needed for `pages` (and a slot); None, and nobody, if in vain."""
+        """Puts out as few as needed for `pages` (and a slot), `keep` never; None, and nobody, if
+        in vain.
+        """
         victims: list[VerifySequence] = []
         available, slots = self._pool.num_available, len(self._free_slots)
         if available < pages or slots < slot:
             for victim in self._victims(sequence, now):
+                if victim is keep:
+                    continue
                 victims.append(victim)
-                available += self._pool.num_sole(victim.pages)
-                slots += 1
-                if available >= pages and slots >= slot:
+                freed = self._pool.num_freed(v.held_pages for v in victims)
+                if available + freed >= pages and slots + len(victims) >= slot:
                     break
             else:
                 return None

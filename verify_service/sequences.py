@@ -94,6 +94,7 @@ class VerifySequence:
     kv_len: int = 0
     slot: int = NO_SLOT
     pages: list[int] = field(default_factory=list)
+    copy: tuple[int, int] | None = None  # a page, still held, to be copied to one of `pages` first
     in_flight: bool = False
     closed: bool = False  # while in flight: frees its pages when the step retires
     paused_since: float = 0.0  # when it last became idle
@@ -106,6 +107,11 @@ class VerifySequence:
     @property
     def is_resident(self) -> bool:
         return self.slot != NO_SLOT
+
+    @property
+    def held_pages(self) -> list[int]:
+        """Every page that it has a reference to."""
+        return self.pages if self.copy is None else [*self.pages, self.copy[0]]
 
     @property
     def num_missing(self) -> int:
