@@ -44,6 +44,11 @@ class PageCounts:
     def total(self) -> int:
         return self.live + self.cached + self.reserved + self.free
 
+    @property
+    def available(self) -> int:
+        """Pages that nobody holds."""
+        return self.cached + self.free
+
 
 class PagePool:
     """Allocator with reference counts. Every method either does all it was asked or raises
@@ -61,6 +66,7 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._num_live = 0
+        self.num_evicted = 0  # cached pages given to somebody else, since the start
 
     @property
     def num_available(self) -> int:
@@ -170,6 +176,15 @@ class PagePool:
         if key is not None:
             del self._page_of[key]
 
+    def forget_keys(self) -> None:
+        """Takes every page off the books: cached pages become free, held ones private."""
+        self._page_of.clear()
+        self._key_of.clear()
+        for page in self._cached:
+            self._state[page] = PageState.FREE
+            self._free.append(page)
+        self._cached.clear()
+
     def num_freed(self, holders: Iterable[Iterable[int]]) -> int:
         """How many pages would become available if these holders gave back all of theirs."""
         given_back = Counter(page for pages in holders for page in pages)
@@ -192,5 +207,6 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
+        self.num_evicted += 1
         del self._page_of[self._key_of.pop(page)]
         return page

@@ -7,9 +7,9 @@ those that have paused long, the youngest. A sequence that is neither orphaned n
 way only to an older one, so that the oldest always goes on and nobody waits in a circle. A sequence
 in a launched step is never touched.
 
-Pages may be shared, and published ones are immutable: before a sequence writes into one that it
-does not have for itself it gets a page of its own, and the step copies the rows (copy-on-write).
-The page that is copied from stays held until that step has retired.
+Pages may be shared (verify_service/prefix_cache.py), and published ones are immutable: before a
+sequence writes into one that it does not have for itself it gets a page of its own, and the step
+copies the rows (copy-on-write). The page that is copied from stays held until that step retired.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from common.pages import PageCounts, PagePool
 from verify_service.limits import VerifyLimits
+from verify_service.prefix_cache import PrefixCache, PrefixCounts
 from verify_service.sequences import NO_SLOT, VerifySequence
 
 
@@ -25,6 +26,7 @@ class Residency:
     def __init__(self, limits: VerifyLimits) -> None:
         self._limits = limits
         self._pool = PagePool(limits.num_pages)
+        self._cache = PrefixCache(self._pool, limits)
         self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
         self._residents: dict[int, VerifySequence] = {}
 
@@ -37,6 +39,18 @@ class Residency:
     @property
     def counts(self) -> PageCounts:
         return self._pool.counts()
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        return self._cache.counts
+
+    @property
+    def num_evicted_pages(self) -> int:
+        return self._pool.num_evicted
+
+    def forget_cached(self) -> None:
+        """Nothing that was computed before is found by content any more."""
+        self._cache.forget()
 
     def check(self) -> None:
         """Raises AssertionError unless pages and slots balance."""
@@ -53,11 +67,26 @@ class Residency:
         """
         pages = self._limits.pages_for(sequence.committed_len)
         headroom = sum(other.arrival < sequence.arrival for other in self._residents.values())
-        put_out = self._make_room(sequence, pages + headroom, slot=True, now=now)
+        found = self._cache.take(sequence)
+        missing = pages - len(found)
+        put_out = self._make_room(sequence, missing + headroom, slot=True, now=now)
         if put_out is None:
+            self._pool.release(found)
             return None
-        self._enter(sequence, self._pool.reserve(pages), 0)
+        self._cache.counts.looked_up += sequence.committed_len
+        self._enter(sequence, found + self._pool.reserve(missing), 0)
+        self._note_found(sequence, len(found))
         return put_out
+
+    def catch_up(self, sequence: VerifySequence) -> None:
+        """Takes rows that another has computed since, in place of computing them again."""
+        found = self._cache.take(sequence)
+        if found:
+            first = sequence.kv_len // self._limits.page_size
+            replaced = slice(first, first + len(found))
+            self._pool.release(sequence.pages[replaced])
+            sequence.pages[replaced] = found
+            self._note_found(sequence, len(found))
 
     def fork(
         self, parent: VerifySequence, child: VerifySequence, now: float
@@ -112,16 +141,19 @@ class Residency:
         return (len(sequence.pages) + self._pool.num_available) * self._limits.page_size
 
     def settle(self, sequence: VerifySequence) -> None:
-        """After a step: pages with committed rows become live, those beyond the next root are
-        released, and so is the one that was copied from.
+        """After a step: pages with committed rows become live, full ones are published, those
+        beyond the next root are released, and so is the one that was copied from.
         """
         self._end_copy(sequence)
         self._pool.commit(sequence.pages[: self._limits.pages_for(sequence.kv_len)])
+        self._cache.publish(sequence)
         self._shorten(sequence, self._limits.pages_for(sequence.committed_len))
 
     def cut(self, sequence: VerifySequence, kv_len: int) -> None:
         """Forgets rows from `kv_len` on and releases the pages behind them."""
         sequence.kv_len = min(sequence.kv_len, kv_len)
+        full = sequence.kv_len // self._limits.page_size
+        sequence.num_published = min(sequence.num_published, full)
         self._shorten(sequence, self._limits.pages_for(sequence.kv_len))
         if sequence.copy is not None and sequence.copy[1] not in sequence.pages:
             self._end_copy(sequence)
@@ -131,15 +163,22 @@ class Residency:
         if not sequence.is_resident:
             return
         self._end_copy(sequence)
-        self._pool.release(sequence.pages)
+        self._pool.release(reversed(sequence.pages))  # the beginning is what others may share
         del self._residents[sequence.slot]
         self._free_slots.append(sequence.slot)
         sequence.slot, sequence.pages, sequence.kv_len = NO_SLOT, [], 0
+        sequence.num_published = 0
 
     def _enter(self, sequence: VerifySequence, pages: list[int], kv_len: int) -> None:
         sequence.slot = self._free_slots.pop()
         sequence.pages, sequence.kv_len = pages, kv_len
         self._residents[sequence.slot] = sequence
+
+    def _note_found(self, sequence: VerifySequence, num_pages: int) -> None:
+        rows = num_pages * self._limits.page_size
+        sequence.kv_len += rows
+        sequence.num_published = sequence.kv_len // self._limits.page_size
+        self._cache.counts.found += rows
 
     def _shared_tail(self, sequence: VerifySequence) -> int | None:
         """Index of the page that the next row goes into, if others may read its earlier rows."""

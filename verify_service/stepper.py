@@ -151,6 +151,8 @@ class Stepper:
         for sequence in sorted(self._residency, key=lambda s: s.arrival):
             if sequence.in_flight or sequence.pending is None or not sequence.is_resident:
                 continue  # the last: put out by an older one in this very loop
+            if sequence.num_missing:
+                self._residency.catch_up(sequence)
             put_out = self._residency.grow(sequence, sequence.committed_len, now)
             if put_out is None:
                 continue  # stalls until an older one gives pages back

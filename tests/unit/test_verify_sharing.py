@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.page_keys import PageKeys
 from common.types import SamplingParams
 from verify_service.features import FeatureWindow
 from verify_service.limits import VerifyLimits
@@ -19,6 +20,7 @@ from verify_service.step import TokenHistory
 LIMITS = VerifyLimits(
     vocab_size=7, max_context_len=24, max_tree_nodes=8, max_tree_depth=4, max_sequences=4,
     max_waiting_sequences=4, page_size=4, num_pages=8, max_step_tokens=16, max_prefill_tokens=8,
+    prefix_cache=False,
 )  # fmt: skip
 
 
@@ -28,7 +30,7 @@ def sequence(arrival: int, tokens: Sequence[int]) -> VerifySequence:
         sequence_id=bytes([arrival]) * 16, epoch=1, stream=1, arrival=arrival, tokens=owned,
         num_prompt_tokens=1, sampling=SamplingParams(), stop_tokens=(), max_total_tokens=24,
         wants_features=False, next_round=0, window=FeatureWindow(64),
-        history=TokenHistory(owned, 1),
+        history=TokenHistory(owned, 1), page_keys=PageKeys(LIMITS.page_size),
     )  # fmt: skip
 
 
