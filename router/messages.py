@@ -35,6 +35,7 @@ class VerifyOpen(_Command):
     max_total_tokens: int
     round: int
     wants_features: bool
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class DraftOpen(_Command):
     tree: TreeShape
     max_total_tokens: int
     features_from: int
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class SequenceFailed(_Addressed):
 class RoundResult(_Addressed):
     """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus. `logprobs` and
     `top_logprobs` have one entry per token where they were asked for, else none.
+    `num_cached_tokens`: found computed at the Open that this round rode on.
     """
 
     round: int
@@ -122,6 +125,7 @@ class RoundResult(_Addressed):
     queue_seconds: float
     logprobs: Sequence[float] = ()
     top_logprobs: Sequence[TopLogprobs] = ()
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ class VerifySide:
             max_total_tokens=self._generation.max_total_tokens,
             round=round_,
             wants_features=self._wants_features,
+            cache_salt=self._generation.cache_salt,
         )
 
     def attach(self, features_from: int | None) -> VerifyAttach | None:

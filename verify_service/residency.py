@@ -177,6 +177,7 @@ class Residency:
     def _note_found(self, sequence: VerifySequence, num_pages: int) -> None:
         rows = num_pages * self._limits.page_size
         sequence.kv_len += rows
+        sequence.num_found += rows
         sequence.num_published = sequence.kv_len // self._limits.page_size
         self._cache.counts.found += rows
 

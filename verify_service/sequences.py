@@ -96,6 +96,7 @@ class VerifySequence:
     kv_len: int = 0
     slot: int = NO_SLOT
     pages: list[int] = field(default_factory=list)
+    num_found: int = 0  # rows found since Open, until a result has told of them
     num_published: int = 0  # of `pages`, from the first on
     copy: tuple[int, int] | None = None  # a page, still held, to be copied to one of `pages` first
     in_flight: bool = False

@@ -202,6 +202,7 @@ class Stepper:
         sequence.paused_since = now
         sequence.next_round = result.round + 1
         sequence.results[result.round] = result
+        sequence.num_found = 0
         if sequence.num_missing:
             raise AssertionError(
                 f"the engine committed {sequence.kv_len} rows of a sequence of"
@@ -257,6 +258,7 @@ def _result(
         num_nodes=round_.tree.num_nodes,
         step_seconds=step_seconds,
         queue_seconds=max(0.0, launched.at - round_.since),
+        num_cached_tokens=launched.sequence.num_found,
     )
 
 

@@ -35,6 +35,9 @@ class ToyEngine:
     def _one(self, work: SequenceWork) -> SequenceOutcome:
         work.validate(VOCAB, 2, PAGE_SIZE)
         self.num_pairs_fed += work.num_rows
+        if work.page_copy is not None:
+            source, target = work.page_copy
+            self.pages[target] = list(self.pages[source])
         for i, (token, row) in enumerate(zip(work.tokens, work.features, strict=True)):
             place = work.kv_len + i
             page = self.pages[work.page_ids[place // PAGE_SIZE]]
