@@ -30,14 +30,15 @@ class ToyEngine:
         self.num_pairs_fed = 0
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
+        for work in works:
+            if work.page_copy is not None:
+                source, target = work.page_copy
+                self.pages[target] = list(self.pages[source])
         return [self._one(work) for work in works]
 
     def _one(self, work: SequenceWork) -> SequenceOutcome:
         work.validate(VOCAB, 2, PAGE_SIZE)
         self.num_pairs_fed += work.num_rows
-        if work.page_copy is not None:
-            source, target = work.page_copy
-            self.pages[target] = list(self.pages[source])
         for i, (token, row) in enumerate(zip(work.tokens, work.features, strict=True)):
             place = work.kv_len + i
             page = self.pages[work.page_ids[place // PAGE_SIZE]]
