@@ -74,12 +74,16 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallerSecurity:
-    """What a caller shows and trusts. `ca` None: no TLS. Files are read with each new channel."""
+    """What a caller shows and trusts. `ca` None: no TLS. Files are read with each new channel.
+
+    `server_name`: what the server's certificate must be for; empty: the host that is called.
+    """
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
     token_file: Path | None = None
+    server_name: str = ""
 
     def check(self, prefix: str) -> None:
         """Raises StartupError for what cannot be used. `prefix`: of the settings' names."""
@@ -110,6 +114,11 @@ class CallerSecurity:
             return ()
         return ((AUTHORIZATION, f"Bearer {read_tokens(self.token_file)[0]}"),)
 
+    @property
+    def options(self) -> list[tuple[str, Any]]:
+        """Of a channel with TLS."""
+        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+
 
 def aio_channel(
     address: str, security: CallerSecurity, options: Sequence[tuple[str, Any]]
@@ -117,7 +126,7 @@ def aio_channel(
     credentials = security.credentials
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=[*options, *security.options])
 
 
 def sync_channel(
@@ -126,7 +135,7 @@ def sync_channel(
     credentials = security.credentials
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, credentials, options=options)
+    return grpc.secure_channel(address, credentials, options=[*options, *security.options])
 
 
 def read_tokens(file: Path) -> list[str]:

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from common.config import ServiceConfig, StrList
 from common.security import CallerSecurity
 from common.types import TreeShape
+from router.names import is_address
 
 
 class RouterConfig(ServiceConfig):
@@ -23,7 +24,8 @@ class RouterConfig(ServiceConfig):
     )
     model_name: str = Field("", description="Name that clients ask for; empty: the directory's.")
     verify: StrList = Field(
-        description="Addresses of the verify replicas, HOST:PORT, with commas between."
+        description="Addresses of the verify replicas, with commas between: HOST:PORT is one,"
+        " dns:HOST:PORT is every address that the name has."
     )
     draft: StrList = Field(
         (),
@@ -47,6 +49,16 @@ class RouterConfig(ServiceConfig):
     )
     default_max_tokens: int = Field(
         512, ge=1, description="Tokens to generate where a request says nothing."
+    )
+    resolve_seconds: float = Field(
+        5.0, gt=0, le=3600, description="How often names (dns:HOST:PORT) are asked for replicas."
+    )
+    affinity_weight: float = Field(
+        2.0,
+        ge=0,
+        le=1000,
+        description="Tokens of load that a verify may have more than the least loaded one for each"
+        " prompt token that it has seen already; 0: placement by load and pages alone.",
     )
     tree_depth: int = Field(6, ge=1, le=64, description="Default depth of trees.")
     tree_top_k: int = Field(8, ge=1, le=64, description="Default children considered per node.")
@@ -77,9 +89,8 @@ class RouterConfig(ServiceConfig):
     @classmethod
     def _are_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
         for address in addresses:
-            host, _, port = address.rpartition(":")
-            if not (host and port.isdigit() and 0 < int(port) <= 65535):
-                raise ValueError(f"{address!r} is no address; give HOST:PORT")
+            if not is_address(address):
+                raise ValueError(f"{address!r} is no address; give HOST:PORT or dns:HOST:PORT")
             if addresses.count(address) > 1:
                 raise ValueError(f"{address!r} is there twice; name each replica once")
         return addresses

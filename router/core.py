@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 from canopy.v1 import draft_pb2, generation_pb2, types_pb2, verify_pb2
@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.draft_link import DraftLink
 from router.drafting import DraftSettings
 from router.errors import ErrorKind, Failure, GenerationError, RequestError
-from router.fleet import Fleet, Returned, choose
+from router.fleet import Fleet, Returned
 from router.generation import Generation, Served
 from router.handshake import served
 from router.machine import GenerationMachine, MachineSettings
@@ -32,7 +32,9 @@ from router.messages import (
     VerifyOpen,
 )
 from router.metrics import RouterMetrics
+from router.names import Resolve, resolve
 from router.output_text import OutputText
+from router.placement import Placement
 from router.requests import CheckedRequest, Prompt, check, complete
 from router.session import Seat, Session
 from router.stops import StopStrings
@@ -59,6 +61,7 @@ class RouterCore:
         metrics: RouterMetrics,
         on_change: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        resolve: Resolve = resolve,
     ) -> None:
         """`on_change`: called whenever a peer came, went or was found not to fit."""
         self._config, self._tokenizer, self._metrics = config, tokenizer, metrics
@@ -72,7 +75,8 @@ class RouterCore:
         self._asked_at = clock()
         self._on_change = on_change
         self._lost_at: dict[VerifyLink, float] = {}  # verify links that are down
-        self.fleet = Fleet(config, tokenizer, self)
+        self.fleet = Fleet(config, tokenizer, self, resolve)
+        self._placement = Placement(self.fleet, self._sessions, config.affinity_weight)
         metrics.follow(self)
 
     def start(self) -> None:
@@ -166,9 +170,10 @@ class RouterCore:
             generation, secrets.token_bytes(16), text, self._machine_settings(), arrived
         )
         machine.clock.observer = machine.statistics.observer = self._metrics.rounds
-        verify = choose(self.fleet.verifies, self._verify_load)
+        verify = self._placement.verify(generation.prompt_tokens, generation.max_total_tokens)
         assert verify is not None  # admitted a moment ago
-        draft = choose(self.fleet.drafts, self._draft_load)
+        self._placement.note(generation.prompt_tokens, verify)
+        draft = self._placement.draft()
         if draft is None:  # it will be moved to the first that comes
             draft = next(iter(self.fleet.drafts), None)
         session = Session(
@@ -182,19 +187,10 @@ class RouterCore:
         session.start(draft_up=draft is not None and draft.peer.linked)
         return session
 
-    def _verify_load(self, link: VerifyLink) -> int:
-        """Tokens that its sequences may come to hold: what pages and step time go by."""
-        sessions = self._sessions.values()
-        held = (s.machine.generation.max_total_tokens for s in sessions if s.seat.verify is link)
-        return sum(held)
-
-    def _draft_load(self, link: DraftLink) -> int:
-        return sum(s.seat.draft is link for s in self._sessions.values())
-
     def _machine_settings(self) -> MachineSettings:
         infos = self.fleet.draft_infos
         draft = None
-        if self.fleet.drafts:
+        if self._config.draft:
             kinds = [info.features.kind for info in infos]
             draft = DraftSettings(
                 needs_features=kinds != [types_pb2.FEATURE_KIND_NONE] * max(1, len(kinds)),
@@ -239,6 +235,7 @@ class RouterCore:
     def ended(self, session: Session, ending: Finished | Failed | None) -> None:
         self._sessions.pop(session.sequence_id, None)
         self._by_request.pop((session.caller, session.request_id), None)
+        self._placement.note(session.machine.tokens, session.seat.verify)
         if not self._sessions:
             self._idle.set()
         self._metrics.count_generation(session.machine, ending, self._clock())
@@ -274,12 +271,19 @@ class RouterCore:
         if not refuses or not session.machine.awaits_verify(event.epoch):
             return False
         refused_by.add(session.seat.verify)
-        other = choose(self.fleet.verifies, self._verify_load, refused_by)
+        other = self._place_again(session, refused_by)
         if other is None:
             refused_by.clear()
             return False
         session.move_verify(other, lost=False)
         return True
+
+    def _place_again(self, session: Session, but: Collection[VerifyLink] = ()) -> VerifyLink | None:
+        tokens = session.machine.tokens
+        other = self._placement.verify(tokens, session.machine.generation.max_total_tokens, but)
+        if other is not None:
+            self._placement.note(tokens, other)
+        return other
 
     def on_draft_events(self, link: DraftLink, messages: Iterable[draft_pb2.DraftEvent]) -> None:
         self._asked_at = now = self._clock()
@@ -331,20 +335,24 @@ class RouterCore:
         gone = {link for link, lost_at in self._lost_at.items() if now - lost_at >= patience}
         if not gone:
             return
+        for link in gone:
+            self._placement.forget(link)
         for session in list(self._sessions.values()):
             if session.seat.verify not in gone:
                 continue
-            other = choose(self.fleet.verifies, self._verify_load)
+            other = self._place_again(session)
             if other is None:
                 return  # called again when one comes
             session.move_verify(other, lost=True)
+        for link in gone.difference(self.fleet.verifies):
+            del self._lost_at[link]  # let go of, and nobody's any more
 
     def on_draft_up(self, link: DraftLink) -> None:
         for session in list(self._sessions.values()):
             draft = session.seat.draft
             if draft is link:
                 session.on_draft_up()
-            elif draft is not None and not draft.peer.linked:
+            elif draft is None or not draft.peer.linked:
                 session.move_draft(link)
 
     def on_draft_down(self, link: DraftLink) -> None:
@@ -353,7 +361,7 @@ class RouterCore:
             if session.seat.draft is not link:
                 continue
             session.on_draft_down()
-            other = choose(self.fleet.drafts, self._draft_load)
+            other = self._placement.draft()
             if other is not None:
                 session.move_draft(other)
 

@@ -17,6 +17,7 @@ from router.api import GenerationServicer
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.metrics import RouterMetrics
+from router.names import Resolve, resolve
 from router.tokenizer import ModelTokenizer
 
 _logger = get_logger("router")
@@ -27,9 +28,11 @@ class RouterService:
 
     names: Sequence[str] = ("canopy.v1.GenerationService",)
 
-    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, config: RouterConfig, metrics: Metrics, resolve: Resolve = resolve
+    ) -> None:
         """Raises StartupError if the model directory lacks a file."""
-        self._config = config
+        self._config, self._resolve = config, resolve
         self._tokenizer = ModelTokenizer(config.model)
         self._metrics = RouterMetrics(metrics)
         self._health: Health | None = None
@@ -44,7 +47,13 @@ class RouterService:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Runs on the event loop, so that the core's events belong to it."""
-        self._core = RouterCore(self._config, self._tokenizer, self._metrics, self._changed.set)
+        self._core = RouterCore(
+            self._config,
+            self._tokenizer,
+            self._metrics,
+            self._changed.set,
+            resolve=self._resolve,
+        )
         servicer = GenerationServicer(
             self._core, self._tokenizer, self._metrics, self._config.max_running
         )
@@ -60,7 +69,7 @@ class RouterService:
         core.start()
         fleet = core.fleet
         await self._wait_until(lambda: fleet.verify_ready)
-        if fleet.drafts:
+        if self._config.draft:
             try:
                 async with asyncio.timeout(self._config.draft_wait_seconds):
                     await self._wait_until(lambda: fleet.draft_ready)

@@ -15,6 +15,7 @@ from canopy.v1 import generation_pb2, generation_pb2_grpc
 from common.metrics import Metrics
 from common.server import Health, server_options
 from router.config import RouterConfig
+from router.names import Resolve, resolve
 from router.service import RouterService
 from router.tokenizer import ModelTokenizer
 from tests.protocol.router_simulators import DraftSimulator, Host, VerifySimulator
@@ -86,6 +87,7 @@ async def router_world(
     start_draft: bool = True,
     more_verify: Sequence[Host] = (),
     more_draft: Sequence[Host] = (),
+    resolve: Resolve = resolve,
     **settings: Any,
 ) -> AsyncIterator[World]:
     """Everything up, and everything down again; at the end no sequence is left on either peer."""
@@ -95,14 +97,13 @@ async def router_world(
     if not start_draft:
         await draft.stop()
     settings = SETTINGS | settings
-    config = RouterConfig(
-        model=model,
-        verify=tuple(host.address for host in (verify, *more_verify)),
-        draft=tuple(host.address for host in (draft, *more_draft) if with_draft),
-        **settings,
-    )
+    addresses = {
+        "verify": tuple(host.address for host in (verify, *more_verify)),
+        "draft": tuple(host.address for host in (draft, *more_draft) if with_draft),
+    }
+    config = RouterConfig(model=model, **(addresses | settings))
     metrics = Metrics("router")
-    service = RouterService(config, metrics)
+    service = RouterService(config, metrics, resolve)
     server = grpc.aio.server(options=server_options(config.max_message_bytes))
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
