@@ -28,9 +28,7 @@ class RouterService:
 
     names: Sequence[str] = ("canopy.v1.GenerationService",)
 
-    def __init__(
-        self, config: RouterConfig, metrics: Metrics, resolve: Resolve = resolve
-    ) -> None:
+    def __init__(self, config: RouterConfig, metrics: Metrics, resolve: Resolve = resolve) -> None:
         """Raises StartupError if the model directory lacks a file."""
         self._config, self._resolve = config, resolve
         self._tokenizer = ModelTokenizer(config.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,13 @@ async def router_world(
     more_verify: Sequence[Host] = (),
     more_draft: Sequence[Host] = (),
     resolve: Resolve = resolve,
+    names: Mapping[str, tuple[str, ...]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """Everything up, and everything down again; at the end no sequence is left on either peer."""
+    """Everything up, and everything down again; at the end no sequence is left on either peer.
+
+    `names`: what the router is given in place of the peers' addresses.
+    """
     hosts = [verify, draft, *more_verify, *more_draft]
     for host in hosts:
         await host.start()
@@ -101,7 +105,7 @@ async def router_world(
         "verify": tuple(host.address for host in (verify, *more_verify)),
         "draft": tuple(host.address for host in (draft, *more_draft) if with_draft),
     }
-    config = RouterConfig(model=model, **(addresses | settings))
+    config = RouterConfig(model=model, **(addresses | dict(names or {}) | settings))
     metrics = Metrics("router")
     service = RouterService(config, metrics, resolve)
     server = grpc.aio.server(options=server_options(config.max_message_bytes))
