@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import replace
 
 from canopy.v1 import draft_pb2, generation_pb2, types_pb2, verify_pb2
+from common.callers import ANYBODY, Caller
 from common.log import get_logger
 from common.types import ErrorCode
 from router import codec
 from router.actions import Failed, Finished
-from router.chat import ChatTemplateError
+from router.choices import Choices
 from router.config import RouterConfig
 from router.draft_link import DraftLink
 from router.drafting import DraftSettings
@@ -35,14 +37,13 @@ from router.metrics import RouterMetrics
 from router.names import Resolve, resolve
 from router.output_text import OutputText
 from router.placement import Placement
-from router.requests import CheckedRequest, Prompt, check, complete
+from router.prompts import encode
+from router.requests import CheckedRequest, check, complete
 from router.session import Seat, Session
 from router.stops import StopStrings
+from router.tenants import Tenants
 from router.tokenizer import ModelTokenizer
 from router.verify_link import VerifyLink
-
-_ENCODE_ON_THREAD_CHARACTERS = 4096
-"""Longer prompts are encoded off the event loop: a megabyte takes a third of a second."""
 
 _NO_LIMIT = 1 << 31
 _FULL = (ErrorCode.OVERLOADED, ErrorCode.NOT_SERVING)
@@ -67,7 +68,8 @@ class RouterCore:
         self._config, self._tokenizer, self._metrics = config, tokenizer, metrics
         self._clock = clock
         self._sessions: dict[bytes, Session] = {}
-        self._by_request: dict[tuple[str, str], Session] = {}  # caller, request id
+        self._by_request: dict[tuple[str, str], Choices] = {}  # caller's key, request id
+        self.tenants = Tenants(config.tenant_limits, self._note_tenant_refusal)
         self._num_opening = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -118,7 +120,9 @@ class RouterCore:
             raise GenerationError(_unavailable(f"verify service: {fleet.verify_reason}"))
         return served(self._config, self._tokenizer, fleet.verify_infos, fleet.draft_infos)
 
-    async def open(self, request: generation_pb2.GenerateRequest, caller: str = "") -> Session:
+    async def open(
+        self, request: generation_pb2.GenerateRequest, caller: Caller = ANYBODY
+    ) -> Choices:
         """Starts a generation. Raises RequestError or GenerationError; then nothing was started.
 
         `caller`: who may abort it; request ids are their own.
@@ -126,66 +130,86 @@ class RouterCore:
         self._asked_at = arrived = self._clock()
         limits = self.served()
         checked = check(request, limits)
+        count = checked.num_choices
         self._admit(checked, caller)
-        self._num_opening += 1
+        self.tenants.enter(caller, count, self._num_waiting_of)
         try:
-            tokens = await self._encode(checked)
-        finally:
-            self._num_opening -= 1
-        self._admit(checked, caller)  # time has passed
-        return self._begin(complete(checked, tokens, limits), caller, arrived)
+            self._num_opening += count
+            try:
+                tokens = await encode(checked.prompt, self._tokenizer)
+            finally:
+                self._num_opening -= count
+            self._admit(checked, caller)  # time has passed
+            generation = complete(checked, tokens, limits)
+        except BaseException:
+            self.tenants.leave(caller, count)
+            raise
+        return self._begin(generation, count, caller, arrived)
 
-    def _admit(self, checked: CheckedRequest, caller: str) -> None:
+    def _admit(self, checked: CheckedRequest, caller: Caller) -> None:
         if self._draining:
             raise GenerationError(_unavailable("the router drains; send the request again"))
         if not self.fleet.verify_ready:
             raise GenerationError(_unavailable(f"verify service: {self.fleet.verify_reason}"))
-        limit = self._config.max_running
-        if len(self._sessions) + self._num_opening >= limit:
-            message = f"{limit} generations run already, the most at one time; try again later"
+        limit, running = self._config.max_running, len(self._sessions) + self._num_opening
+        if running + checked.num_choices > limit:
+            message = (
+                f"{running} generations run already and {limit} are the most at one time; try again"
+                " later"
+            )
             raise GenerationError(Failure(ErrorKind.RESOURCE_EXHAUSTED, message, 1.0))
-        if (caller, checked.request_id) in self._by_request:
+        if (caller.key, checked.request_id) in self._by_request:
             message = f"{checked.request_id!r} is running; choose another, or none"
             raise RequestError("request_id", message, ErrorKind.ALREADY_EXISTS)
 
-    async def _encode(self, checked: CheckedRequest) -> Sequence[int]:
-        prompt = checked.prompt
-        if prompt.token_ids is not None:
-            return prompt.token_ids
-        if prompt.num_characters > _ENCODE_ON_THREAD_CHARACTERS:
-            return await asyncio.to_thread(self._encode_now, prompt)
-        return self._encode_now(prompt)
+    def _note_tenant_refusal(self, caller: Caller, limit: str) -> None:
+        """Who it was goes to the log alone: metrics must not grow with the number of callers."""
+        self._metrics.tenant_refusals.labels(limit).inc()
+        _logger.info("caller is at its limit", caller=caller.name or "unnamed", limit=limit)
 
-    def _encode_now(self, prompt: Prompt) -> list[int]:
-        if prompt.messages is None:
-            return self._tokenizer.encode(prompt.text or "")
-        try:
-            return self._tokenizer.encode_chat(prompt.messages)
-        except ChatTemplateError as error:
-            raise RequestError("chat", str(error)) from None
+    def _num_waiting_of(self, caller: Caller) -> int:
+        sessions = self._sessions.values()
+        return sum(s.caller == caller and s.machine.num_emitted == 0 for s in sessions)
 
-    def _begin(self, generation: Generation, caller: str, arrived: float) -> Session:
-        text = OutputText(self._tokenizer.detokenizer(), StopStrings(generation.stop_strings))
-        machine = GenerationMachine(
-            generation, secrets.token_bytes(16), text, self._machine_settings(), arrived
-        )
-        machine.clock.observer = machine.statistics.observer = self._metrics.rounds
-        verify = self._placement.verify(generation.prompt_tokens, generation.max_total_tokens)
+    def _begin(self, generation: Generation, count: int, caller: Caller, arrived: float) -> Choices:
+        """All choices go to the same replicas: they share the prompt's pages."""
+        room = generation.max_total_tokens * count
+        verify = self._placement.verify(generation.prompt_tokens, room)
         assert verify is not None  # admitted a moment ago
         self._placement.note(generation.prompt_tokens, verify)
         draft = self._placement.draft()
         if draft is None:  # it will be moved to the first that comes
             draft = next(iter(self.fleet.drafts), None)
-        session = Session(
-            *(machine, Seat(verify, draft), self._tokenizer, self, self._clock),
-            self._config.max_unread_tokens,
-            caller,
-        )
-        self._sessions[session.sequence_id] = session
-        self._by_request[caller, session.request_id] = session
+        readable, sessions = asyncio.Event(), list[Session]()
+        for index in range(count):
+            machine = self._machine(
+                replace(generation, choice_index=index),
+                sessions[0].sequence_id if sessions else None,
+                arrived,
+            )
+            session = Session(
+                *(machine, Seat(verify, draft), self._tokenizer, self, self._clock),
+                *(self._config.max_unread_tokens, readable, caller),
+            )
+            self._sessions[session.sequence_id] = session
+            sessions.append(session)
+        choices = Choices(sessions, readable)
+        self._by_request[caller.key, choices.request_id] = choices
         self._idle.clear()
-        session.start(draft_up=draft is not None and draft.peer.linked)
-        return session
+        for session in sessions:
+            session.start(draft_up=draft is not None and draft.peer.linked)
+        return choices
+
+    def _machine(
+        self, generation: Generation, fork_of: bytes | None, arrived: float
+    ) -> GenerationMachine:
+        text = OutputText(self._tokenizer.detokenizer(), StopStrings(generation.stop_strings))
+        machine = GenerationMachine(
+            *(generation, secrets.token_bytes(16), text, self._machine_settings(), arrived),
+            fork_of=fork_of,
+        )
+        machine.clock.observer = machine.statistics.observer = self._metrics.rounds
+        return machine
 
     def _machine_settings(self) -> MachineSettings:
         infos = self.fleet.draft_infos
@@ -206,11 +230,11 @@ class RouterCore:
             verify_lost_seconds=self._config.verify_lost_seconds,
         )
 
-    def abort(self, request_id: str, caller: str = "") -> bool:
-        session = self._by_request.get((caller, request_id))
-        if session is None:
+    def abort(self, request_id: str, caller: Caller = ANYBODY) -> bool:
+        choices = self._by_request.get((caller.key, request_id))
+        if choices is None:
             return False
-        session.abort()
+        choices.abort()
         return True
 
     # -- Wire
@@ -234,7 +258,10 @@ class RouterCore:
 
     def ended(self, session: Session, ending: Finished | Failed | None) -> None:
         self._sessions.pop(session.sequence_id, None)
-        self._by_request.pop((session.caller, session.request_id), None)
+        self.tenants.leave(session.caller, 1)
+        key = (session.caller.key, session.request_id)
+        if all(other.machine.ended for other in self._by_request[key].sessions):
+            del self._by_request[key]
         self._placement.note(session.machine.tokens, session.seat.verify)
         if not self._sessions:
             self._idle.set()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import grpc.aio
 
 from canopy.v1 import generation_pb2_grpc
+from common.callers import Callers
 from common.errors import StartupError
 from common.log import get_logger
 from common.metrics import Metrics
@@ -29,10 +30,11 @@ class RouterService:
     names: Sequence[str] = ("canopy.v1.GenerationService",)
 
     def __init__(self, config: RouterConfig, metrics: Metrics, resolve: Resolve = resolve) -> None:
-        """Raises StartupError if the model directory lacks a file."""
+        """Raises StartupError if the model directory lacks a file, or tokens cannot be read."""
         self._config, self._resolve = config, resolve
         self._tokenizer = ModelTokenizer(config.model)
         self._metrics = RouterMetrics(metrics)
+        self._callers = Callers(config.token_file, config.tenant_header)
         self._health: Health | None = None
         self._changed = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
@@ -53,7 +55,7 @@ class RouterService:
             resolve=self._resolve,
         )
         servicer = GenerationServicer(
-            self._core, self._tokenizer, self._metrics, self._config.max_running
+            self._core, self._tokenizer, self._metrics, self._callers, self._config.max_running
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
 
