@@ -64,6 +64,8 @@ def _verify_open(command: VerifyOpen) -> verify_pb2.VerifyOpen:
         logprobs=command.sampling.logprobs,
         top_logprobs=command.sampling.top_logprobs,
         cache_salt=command.cache_salt,
+        choice_index=command.choice_index,
+        fork_of=command.fork_of or b"",
     )
 
 
