@@ -75,6 +75,8 @@ def encode_draft(command: DraftCommand) -> draft_pb2.DraftCommand:
             body = message.extend
             body.round, body.base_len = command.round, command.base_len
             body.tokens.extend(command.tokens)
+            if command.tree is not None:
+                body.tree.CopyFrom(_shape(command.tree))
         case DraftOpen():
             message.open.tokens.extend(command.tokens)
             message.open.sampling.CopyFrom(_sampling(command.sampling))
@@ -141,6 +143,7 @@ def decode_verify(event: verify_pb2.VerifyEvent) -> VerifyEvent | None:
                     tuple(zip(place.tokens, place.logprobs, strict=False))
                     for place in body.top_logprobs
                 ),
+                body.wants_tree if body.HasField("wants_tree") else True,
             )
         case "state":
             return StateReport(event.sequence_id, event.epoch, _state(event.state))

@@ -36,6 +36,11 @@ from router.messages import (
 _MAX_SKIPPED_ROUNDS = 32
 """The longest that a draft is left alone, after misses or errors in a row."""
 
+_KEEP_UP_TOKENS = 8
+"""A draft that no tree is asked of hears of so many new tokens at a time."""
+
+_ROOT_ALONE = TreeShape(max_depth=0, top_k=0, max_nodes=1)
+
 _PERMANENT = (ErrorCode.INVALID, ErrorCode.NEVER_FITS, ErrorCode.UNIMPLEMENTED)
 _BUSY = (ErrorCode.OVERLOADED, ErrorCode.NOT_SERVING, ErrorCode.INTERNAL)
 
@@ -83,6 +88,7 @@ class DraftSide:
         self._tree = tree
         self._known_len = 0  # committed tokens that the draft has been told
         self._outstanding: int | None = None  # the round whose tree is under way
+        self._keeps_up = False  # the outstanding one only tells tokens
         self._answered: int | None = None  # the last round whose tree is here or not wanted
         self._features_next = 0  # position of the next row that the draft must get
         self._expects_rows = False  # while ABSENT: the next block may open it
@@ -113,7 +119,7 @@ class DraftSide:
     @property
     def is_growing(self) -> bool:
         """Whether a tree is under way."""
-        return self._outstanding is not None
+        return self._outstanding is not None and not self._keeps_up
 
     def wants_restart(self, round_: int) -> bool:
         """Whether it is absent, could be opened now, and nothing is under way to that end."""
@@ -123,22 +129,24 @@ class DraftSide:
     def extend(self, round_: int, tokens: Sequence[int]) -> DraftExtend | None:
         """Asks for the round's tree. None: no tree can be had for this round."""
         ready = self.link_up and self.stage in (DraftStage.OPENING, DraftStage.LIVE)
-        if not ready or self._outstanding is not None or round_ < self._skip_until:
+        busy = self._outstanding is not None and not self._keeps_up
+        if not ready or busy or round_ < self._skip_until:
             return None
         if len(tokens) > self.settings.max_context_len:
             self._refuse(f"{len(tokens)} tokens are beyond the draft's context")
             return None
-        command = DraftExtend(
-            self._sequence_id,
-            self.epoch,
-            self._answered,
-            round_,
-            self._known_len,
-            tokens[self._known_len :],
-        )
-        self._known_len = len(tokens)
-        self._outstanding = round_
-        return command
+        return self._extend(round_, tokens, None)
+
+    def keep_up(self, round_: int, tokens: Sequence[int]) -> DraftExtend | None:
+        """Tells new tokens, without waiting for a tree, once there are enough of them: so that the
+        draft can feed its features, and a tree is near when one is wanted again.
+        """
+        ready = self.stage is DraftStage.LIVE and self.link_up and self._outstanding is None
+        if not ready or len(tokens) - self._known_len < _KEEP_UP_TOKENS:
+            return None
+        if len(tokens) > self.settings.max_context_len:
+            return None  # refused when a tree is wanted
+        return self._extend(round_, tokens, _ROOT_ALONE)
 
     def miss(self, round_: int) -> None:
         """The round's tree did not come in time. In a row, misses cost ever fewer waits."""
@@ -247,6 +255,14 @@ class DraftSide:
         return (FeatureRoute.HOLD if opening else FeatureRoute.FORWARD), commands
 
     # -- within
+
+    def _extend(self, round_: int, tokens: Sequence[int], shape: TreeShape | None) -> DraftExtend:
+        known, self._known_len = self._known_len, len(tokens)
+        self._outstanding, self._keeps_up = round_, shape is not None
+        return DraftExtend(
+            *(self._sequence_id, self.epoch, self._answered),
+            *(round_, known, tokens[known:], shape),
+        )
 
     def _open(self, tokens: Sequence[int], features_from: int) -> DraftOpen:
         self.stage = DraftStage.OPENING

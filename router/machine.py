@@ -96,11 +96,13 @@ class GenerationMachine:
         self.num_preemptions = 0
         self.num_reopened = 0
         self.num_draft_misses = 0
+        self.num_undrafted_rounds = 0  # verify advised against a tree
         self._settings = settings
         self._emission = Emission(generation, text)
         self._tree = Tree.root_only(self.tokens[-1])
         self._depths: Sequence[int] = (0,)
         self._tree_wanted = False
+        self._verify_wants_tree = True
         self._round_draft_seconds = 0.0
         self._retry_at = 0.0
         self._tree_deadline = 0.0
@@ -273,16 +275,22 @@ class GenerationMachine:
         if taken.finished is not None:
             return [emitted, taken.finished, *self._end()]
         self.round += 1
+        self._verify_wants_tree = event.wants_tree
         return [emitted, *self._begin_round(now)]
 
     def _begin_round(self, now: float) -> list[Action]:
-        """Asks the draft for a tree where one can be had and used; else goes root-only."""
+        """Asks the draft for a tree where one can be had and pays; else goes root-only."""
         self.phase = Phase.TREE  # nothing of this round is sent yet
         self._verify.rides_on_open = False
         self._round_draft_seconds = 0.0
-        self._tree_wanted = self._draft is not None and self._emission.room > 1
-        if self._draft is None or not self._tree_wanted:
+        useful = self._draft is not None and self._emission.room > 1
+        self._tree_wanted = useful and self._verify_wants_tree
+        if self._draft is None or not useful:
             return self._go_root_only(now)
+        if not self._tree_wanted:
+            kept_up = self._draft.keep_up(self.round, self.tokens)
+            self.num_undrafted_rounds += 1
+            return self._go_root_only(now) + ([ToDraft(kept_up)] if kept_up is not None else [])
         actions: list[Action] = []
         if self._draft.wants_restart(self.round):
             if self._draft.settings.needs_features:

@@ -80,9 +80,12 @@ class DraftAttach(_Command):
 
 @dataclass(frozen=True, slots=True)
 class DraftExtend(_Command):
+    """`tree`: at most so much; None: the shape of Open."""
+
     round: int
     base_len: int
     tokens: Sequence[int]
+    tree: TreeShape | None = None
 
 
 VerifyCommand: TypeAlias = VerifyOpen | VerifyAttach | VerifyTree | Rollback | Close
@@ -109,7 +112,8 @@ class SequenceFailed(_Addressed):
 @dataclass(frozen=True, slots=True)
 class RoundResult(_Addressed):
     """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus. `logprobs` and
-    `top_logprobs` have one entry per token where they were asked for, else none.
+    `top_logprobs` have one entry per token where they were asked for, else none. `wants_tree`:
+    verify's advice for the next round.
     """
 
     round: int
@@ -122,6 +126,7 @@ class RoundResult(_Addressed):
     queue_seconds: float
     logprobs: Sequence[float] = ()
     top_logprobs: Sequence[TopLogprobs] = ()
+    wants_tree: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,6 +240,7 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
                     top_logprobs=[_top(place) for place in result.top_logprobs],
                     step_seconds=result.step_seconds,
                     queue_seconds=result.queue_seconds,
+                    wants_tree=result.wants_tree,
                 )
             )
         case Failed():

@@ -26,7 +26,7 @@ class RoundResult:
     `kv_len`: before the round, so that `tokens[i]` stands at position kv_len + 1 + i. `tokens`: the
     accepted path and the bonus. `margins`: one per token; so `logprobs` and `top_logprobs`, where
     asked for. `accepted_nodes`: indices into the tree as the router sent it. `num_nodes`: verified,
-    root included.
+    root included. `wants_tree`: whether the next round should wait for a tree.
     """
 
     round: int
@@ -39,6 +39,7 @@ class RoundResult:
     step_seconds: float = 0.0
     queue_seconds: float = 0.0
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    wants_tree: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from verify_service.commands import (
     Rollback,
     VerifyTree,
 )
+from verify_service.draft_gate import DraftGate
 from verify_service.events import Closed, Event, Failed, RoundDone, StateReport
 from verify_service.features import FeatureWindow
 from verify_service.limits import VerifyLimits
@@ -45,13 +46,20 @@ MAX_DEFERRED = 16
 
 
 class VerifyMachine:
-    """`budget` chooses how much of each tree is verified; None: as much as a step holds."""
+    """`budget` chooses how much of each tree is verified; None: as much as a step holds. `gate`:
+    whether rounds should wait for trees; None: always.
+    """
 
-    def __init__(self, limits: VerifyLimits, budget: TreeBudget | None = None) -> None:
+    def __init__(
+        self,
+        limits: VerifyLimits,
+        budget: TreeBudget | None = None,
+        gate: DraftGate | None = None,
+    ) -> None:
         self._limits = limits
         self._residency = Residency(limits)
         self._registry = Registry(limits, self._residency)
-        self._stepper = Stepper(limits, self._registry, self._residency, budget)
+        self._stepper = Stepper(limits, self._registry, self._residency, budget, gate)
         self._with_features: dict[bytes, None] = {}  # sequences with rows to send, in turn
         self._draining = False
 
@@ -217,6 +225,7 @@ class VerifyMachine:
             return
         self._acknowledge(sequence, command)
         self._registry.hand_over(sequence, stream, command.epoch, now)
+        sequence.turn = None
         events.append(_state_report(stream, sequence))
         events += [_round_done(sequence, round_) for round_ in sorted(sequence.results)]
         replayed_from = min((r.kv_len for r in sequence.results.values()), default=None)
@@ -249,7 +258,7 @@ class VerifyMachine:
             sequence.num_prompt_tokens = min(sequence.num_prompt_tokens, command.committed_len)
             sequence.history = TokenHistory(sequence.tokens, sequence.num_prompt_tokens)
             sequence.next_round = command.round
-            sequence.pending, sequence.paused_since = None, now
+            sequence.pending, sequence.paused_since, sequence.turn = None, now, None
             sequence.results.clear()
             # The new last token is the next root: its row is computed again, for its logits.
             self._residency.cut(sequence, command.committed_len - 1)

@@ -69,6 +69,18 @@ class PendingRound:
         return int(self.depths.max())
 
 
+@dataclass(frozen=True, slots=True)
+class RoundTurn:
+    """What the last result said, and when: whether the round behind it was to have a tree.
+
+    `drafted`: whether any round of the sequence had one.
+    """
+
+    since: float
+    asked_tree: bool
+    drafted: bool
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class VerifySequence:
     """Mutable; only the machine and its parts touch it."""
@@ -97,6 +109,7 @@ class VerifySequence:
     in_flight: bool = False
     closed: bool = False  # while in flight: frees its pages when the step retires
     paused_since: float = 0.0  # when it last became idle
+    turn: RoundTurn | None = None  # since its last result; None: nothing to compare with
     orphaned_since: float | None = None  # when its stream went
 
     @property

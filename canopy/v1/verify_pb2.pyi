@@ -156,7 +156,7 @@ class VerifyEvent(_message.Message):
     def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.SequenceState, _Mapping]] = ..., result: _Optional[_Union[VerifyResult, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.SequenceError, _Mapping]] = ..., preempted: _Optional[_Union[VerifyPreempted, _Mapping]] = ..., closed: _Optional[_Union[VerifyClosed, _Mapping]] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
-    __slots__ = ("round", "kv_len", "tokens", "pick_margins", "num_nodes", "accepted_nodes", "logprobs", "step_seconds", "queue_seconds", "top_logprobs")
+    __slots__ = ("round", "kv_len", "tokens", "pick_margins", "num_nodes", "accepted_nodes", "logprobs", "step_seconds", "queue_seconds", "top_logprobs", "wants_tree")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class VerifyResult(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_TREE_FIELD_NUMBER: _ClassVar[int]
     round: int
     kv_len: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -177,7 +178,8 @@ class VerifyResult(_message.Message):
     step_seconds: float
     queue_seconds: float
     top_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
-    def __init__(self, round: _Optional[int] = ..., kv_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., pick_margins: _Optional[_Iterable[float]] = ..., num_nodes: _Optional[int] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    wants_tree: bool
+    def __init__(self, round: _Optional[int] = ..., kv_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., pick_margins: _Optional[_Iterable[float]] = ..., num_nodes: _Optional[int] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., wants_tree: _Optional[bool] = ...) -> None: ...
 
 class VerifyPreempted(_message.Message):
     __slots__ = ()
