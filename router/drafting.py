@@ -261,7 +261,10 @@ class DraftSide:
         self._outstanding, self._keeps_up = round_, shape is not None
         return DraftExtend(
             *(self._sequence_id, self.epoch, self._answered),
-            *(round_, known, tokens[known:], shape),
+            round=round_,
+            base_len=known,
+            tokens=tokens[known:],
+            tree=shape,
         )
 
     def _open(self, tokens: Sequence[int], features_from: int) -> DraftOpen:

@@ -77,6 +77,9 @@ class RouterMetrics:
         self.draft_misses = metrics.counter(
             "draft_misses", "Rounds whose tree did not come before its deadline"
         )
+        self.undrafted_rounds = metrics.counter(
+            "undrafted_rounds", "Rounds that asked for no tree: verify found roots alone faster"
+        )
 
     def _add_seconds(self, metrics: Metrics) -> None:
         self.time_to_first_token = metrics.histogram(
@@ -116,6 +119,7 @@ class RouterMetrics:
         self.reopened.inc(machine.num_reopened)
         self.preemptions.inc(machine.num_preemptions)
         self.draft_misses.inc(machine.num_draft_misses)
+        self.undrafted_rounds.inc(machine.num_undrafted_rounds)
         self.rollbacks.labels("verify_ahead").inc(machine.statistics.num_rollbacks)
         self._count_seconds(machine, now)
 

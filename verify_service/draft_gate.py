@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.005
 LEAST_PROBE_ROUNDS = 8
 PROBE_ROUNDS_PER_SEQUENCE = 2
 LEAST_LOSS = 0.1  # of a probe, as a share of its seconds: changing over costs something by itself

@@ -62,6 +62,7 @@ class VerifyMachine:
         self._stepper = Stepper(limits, self._registry, self._residency, budget, gate)
         self._with_features: dict[bytes, None] = {}  # sequences with rows to send, in turn
         self._draining = False
+        self._gate = gate
 
     # -- what the service sees of it
 
@@ -81,6 +82,16 @@ class VerifyMachine:
     @property
     def num_in_flight(self) -> int:
         return self._stepper.num_in_flight
+
+    @property
+    def wants_trees(self) -> bool:
+        """Whether rounds should wait for trees."""
+        return self._gate is None or self._gate.wants_tree
+
+    @property
+    def num_draft_probes(self) -> int:
+        """Times that the other way was tried."""
+        return 0 if self._gate is None else self._gate.num_probes
 
     @property
     def has_ready(self) -> bool:

@@ -49,6 +49,12 @@ class VerifyMetrics:
         self._sequences = metrics.gauge(
             "sequences", "Sequences by state", ["state"], values=SEQUENCE_STATES
         )
+        self._wants_trees = metrics.gauge(
+            "wants_trees", "1: rounds should wait for trees; 0: roots alone were found faster"
+        )
+        self._draft_probes = RisingCounter(
+            metrics.counter("draft_probes", "Times that the other way was tried: trees, or roots")
+        )
         self._pages = metrics.gauge("kv_pages", "KV pages by state", ["state"], values=PAGE_STATES)
 
     def note_step(self, plan: Plan, step_seconds: float, host_seconds: float) -> None:
@@ -88,3 +94,5 @@ class VerifyMetrics:
         self._sequences.labels("waiting").set(machine.num_waiting)
         self._sequences.labels("in_flight").set(machine.num_in_flight)
         self._sequences.labels("open").set(machine.num_sequences)
+        self._wants_trees.set(machine.wants_trees)
+        self._draft_probes.set_total(machine.num_draft_probes)

@@ -40,6 +40,7 @@ from router.actions import (
 from router.drafting import FeatureRoute
 from router.machine import GenerationMachine
 from verify_service import codec as verify_codec
+from verify_service.draft_gate import DraftGate
 from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
 
@@ -89,6 +90,20 @@ class DraftEngine(DraftPages):
         return SequenceOutcome(tree=DraftTree(np.array(nodes, np.int32), parents, scores))
 
 
+class FickleGate(DraftGate):
+    """Asks for trees in rounds 0 to 5 of every 8: both ways, and the way from one to the other."""
+
+    num_rounds = 0
+
+    @property
+    def wants_tree(self) -> bool:
+        return self.num_rounds % 8 < 6
+
+    def note_round(self, had_tree: bool, tokens: int, seconds: float, num_sequences: int) -> None:
+        super().note_round(had_tree, tokens, seconds, num_sequences)
+        self.num_rounds += 1
+
+
 @dataclass
 class Replica:
     """One service's machine, its device, and the link between it and the router.
@@ -119,7 +134,7 @@ class Replica:
     def crash(self) -> None:
         """The process is started anew and knows nothing."""
         if self.kind == "verify":
-            self.machine = VerifyMachine(VERIFY_LIMITS)
+            self.machine = VerifyMachine(VERIFY_LIMITS, gate=FickleGate())
             self.engine = VerifyEngine(VERIFY_LIMITS.num_pages, VERIFY_LIMITS.page_size)
         else:
             self.machine = DraftMachine(DRAFT_LIMITS)
