@@ -26,6 +26,7 @@ from verify_service.commands import (
     Attach,
     Close,
     Command,
+    Foresee,
     Open,
     ReplayFeatures,
     Rollback,
@@ -144,6 +145,12 @@ def _command(message: verify_pb2.VerifyCommand) -> Command:
             return Rollback(**base, committed_len=cut.committed_len, round=cut.round)
         case "close":
             return Close(**base)
+        case "foresee":
+            ahead = message.foresee
+            outcomes = {
+                tuple(each.tokens): _tree(each.tree, ahead.round) for each in ahead.outcomes
+            }
+            return Foresee(**base, round=ahead.round, outcomes=outcomes)
         case "replay_features":
             return ReplayFeatures(**base, position=message.replay_features.position)
         case _:
@@ -241,6 +248,7 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
                     step_seconds=result.step_seconds,
                     queue_seconds=result.queue_seconds,
                     wants_tree=result.wants_tree,
+                    next_begun=result.next_begun,
                 )
             )
         case Failed():

@@ -27,6 +27,7 @@ class RoundResult:
     accepted path and the bonus. `margins`: one per token; so `logprobs` and `top_logprobs`, where
     asked for. `accepted_nodes`: indices into the tree as the router sent it. `num_nodes`: verified,
     root included. `wants_tree`: whether the next round should wait for a tree.
+    `next_begun`: it runs already, with a foreseen tree.
     """
 
     round: int
@@ -40,6 +41,7 @@ class RoundResult:
     queue_seconds: float = 0.0
     top_logprobs: tuple[TopLogprobs, ...] = ()
     wants_tree: bool = True
+    next_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from verify_service.commands import (
     Attach,
     Close,
     Command,
+    Foresee,
     Open,
     ReplayFeatures,
     Rollback,
@@ -37,7 +38,7 @@ from verify_service.features import FeatureWindow
 from verify_service.limits import VerifyLimits
 from verify_service.registry import Registry
 from verify_service.residency import Residency
-from verify_service.sequences import PendingRound, VerifySequence
+from verify_service.sequences import Foreseen, PendingRound, VerifySequence
 from verify_service.step import SequenceOutcome, SequenceWork, TokenHistory
 from verify_service.stepper import Plan, Stepper
 
@@ -178,6 +179,8 @@ class VerifyMachine:
                 self._attach(stream, command, now, events)
             case VerifyTree():
                 self._verify_tree(stream, command, now, events)
+            case Foresee():
+                self._foresee(stream, command)
             case Rollback():
                 self._rollback(stream, command, now, events)
             case ReplayFeatures():
@@ -236,7 +239,7 @@ class VerifyMachine:
             return
         self._acknowledge(sequence, command)
         self._registry.hand_over(sequence, stream, command.epoch, now)
-        sequence.turn = None
+        sequence.turn = sequence.foreseen = None
         events.append(_state_report(stream, sequence))
         events += [_round_done(sequence, round_) for round_ in sorted(sequence.results)]
         replayed_from = min((r.kv_len for r in sequence.results.values()), default=None)
@@ -260,6 +263,15 @@ class VerifyMachine:
         max_depth = min(room, self._limits.max_tree_depth)
         sequence.pending = PendingRound.of(command.round, command.tree, max_depth, now)
 
+    def _foresee(self, stream: int, command: Foresee) -> None:
+        """Keeps trees for outcomes of the round that is pending or under way; others are late."""
+        sequence = self._owned(stream, command, command.round)
+        self._acknowledge(sequence, command, command.round)
+        if sequence.pending is None or command.round != sequence.next_round + 1:
+            return
+        checks.check_foreseen(command, sequence, self._limits)
+        sequence.foreseen = Foreseen(command.round, command.outcomes)
+
     def _rollback(self, stream: int, command: Rollback, now: float, events: list[Event]) -> None:
         sequence = self._registry.need(command.sequence_id, command.round)
         if self._is_new_epoch(sequence, command):
@@ -270,6 +282,7 @@ class VerifyMachine:
             sequence.history = TokenHistory(sequence.tokens, sequence.num_prompt_tokens)
             sequence.next_round = command.round
             sequence.pending, sequence.paused_since, sequence.turn = None, now, None
+            sequence.foreseen = None
             sequence.results.clear()
             # The new last token is the next root: its row is computed again, for its logits.
             self._residency.cut(sequence, command.committed_len - 1)
@@ -372,7 +385,7 @@ class VerifyMachine:
         return command.epoch > sequence.epoch
 
     def _owned(
-        self, stream: int, command: VerifyTree | ReplayFeatures, round_: int = 0
+        self, stream: int, command: VerifyTree | Foresee | ReplayFeatures, round_: int = 0
     ) -> VerifySequence:
         sequence = self._registry.need(command.sequence_id, round_)
         if command.epoch > sequence.epoch:

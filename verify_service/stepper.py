@@ -6,7 +6,7 @@ Several steps may be planned before the first retires: a sequence is in at most 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -126,7 +126,11 @@ class Stepper:
                 verified.append((launched.round, outcome.accepted_nodes))
                 result = _result(launched, launched.round, outcome, step_seconds, wants_tree)
                 self._judge(sequence, result, now)
+                begun = self._foreseen_round(sequence, result, now)
+                if begun is not None:
+                    result = replace(result, next_begun=True)
                 events.append(self._finish_round(sequence, result, now))
+                sequence.pending = begun
             self._residency.settle(sequence)
         if self._budget is not None:
             self._budget.learn(verified)
@@ -217,6 +221,27 @@ class Stepper:
                     turn.asked_tree, len(result.tokens), now - turn.since, num_sequences
                 )
         sequence.turn = RoundTurn(now, result.wants_tree, drafted)
+
+    def _foreseen_round(
+        self, sequence: VerifySequence, result: RoundResult, now: float
+    ) -> PendingRound | None:
+        """The next round, where a tree is here for what this one emitted and it may begin.
+
+        Not past the sequence's end, nor beside commands that wait, nor for a stream that is gone;
+        and with it no more results may come to be unacknowledged than are kept.
+        """
+        foreseen, sequence.foreseen = sequence.foreseen, None
+        if foreseen is None or foreseen.round != result.round + 1:
+            return None
+        tree = foreseen.trees.get(result.tokens)
+        stopped = not sequence.sampling.ignore_eos and result.tokens[-1] in sequence.stop_tokens
+        room = sequence.max_total_tokens - sequence.committed_len - len(result.tokens)
+        waiting = bool(sequence.deferred) or sequence.orphaned_since is not None
+        full = len(sequence.results) + 1 >= self._limits.max_unacknowledged
+        if tree is None or stopped or room <= 0 or waiting or full:
+            return None
+        max_depth = min(room - 1, self._limits.max_tree_depth)
+        return PendingRound.of(foreseen.round, tree, max_depth, now)
 
     def _finish_round(self, sequence: VerifySequence, result: RoundResult, now: float) -> Event:
         sequence.tokens += result.tokens
