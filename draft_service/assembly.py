@@ -78,7 +78,8 @@ def _engine(config: DraftConfig, head: HeadConfig, params: dict[str, Any]) -> De
                 num_pages=config.num_pages,
                 page_size=config.page_size_tokens,
                 max_context_len=config.max_context_tokens,
-                tree=config.tree,
+                tree=config.grown_tree,
+                max_guessed=config.max_depth + 1 if config.draft_ahead else 0,
                 max_sequences=config.max_step_sequences,
                 max_draft_rows=config.max_draft_tokens,
                 max_extend_rows=config.max_extend_tokens,
@@ -103,6 +104,7 @@ def _limits(config: DraftConfig, head: HeadConfig) -> DraftLimits:
         max_step_sequences=config.max_step_sequences,
         max_draft_rows=config.max_draft_tokens,
         max_extend_rows=config.max_extend_tokens,
+        max_outcomes=config.draft_ahead,
         recent_rows=config.recent_feature_rows,
         max_waiting_bytes=config.feature_memory_bytes,
         grace_seconds=config.grace_seconds,
@@ -120,4 +122,5 @@ def _info(config: DraftConfig, head: HeadConfig, identity: Identity) -> DraftInf
         max_context_len=config.max_context_tokens,
         max_tree=config.tree,
         max_sequences=config.max_sequences,
+        max_outcomes=config.draft_ahead,
     )

@@ -64,12 +64,15 @@ class FeatureRoute(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """`catch_up_tokens`: how far back a draft opened late begins."""
+    """`catch_up_tokens`: how far back a draft opened late begins. `max_outcomes`: of each round,
+    for which trees are grown ahead of its result; 0: none.
+    """
 
     needs_features: bool = True
     max_context_len: int = 1 << 31
     deadline_seconds: float = 0.5
     catch_up_tokens: int = 2048
+    max_outcomes: int = 0
 
 
 class DraftSide:
@@ -126,8 +129,13 @@ class DraftSide:
         absent = self.stage is DraftStage.ABSENT and not self._expects_rows
         return absent and self.link_up and round_ >= self._skip_until
 
-    def extend(self, round_: int, tokens: Sequence[int]) -> DraftExtend | None:
-        """Asks for the round's tree. None: no tree can be had for this round."""
+    def extend(
+        self, round_: int, tokens: Sequence[int], *, begun: bool = False
+    ) -> DraftExtend | None:
+        """Asks for the round's tree. None: no tree can be had for this round.
+
+        `begun`: there is one; only trees for its outcomes are wished.
+        """
         ready = self.link_up and self.stage in (DraftStage.OPENING, DraftStage.LIVE)
         busy = self._outstanding is not None and not self._keeps_up
         if not ready or busy or round_ < self._skip_until:
@@ -135,7 +143,7 @@ class DraftSide:
         if len(tokens) > self.settings.max_context_len:
             self._refuse(f"{len(tokens)} tokens are beyond the draft's context")
             return None
-        return self._extend(round_, tokens, None)
+        return self._extend(round_, tokens, None, begun)
 
     def keep_up(self, round_: int, tokens: Sequence[int]) -> DraftExtend | None:
         """Tells new tokens, without waiting for a tree, once there are enough of them: so that the
@@ -147,6 +155,10 @@ class DraftSide:
         if len(tokens) > self.settings.max_context_len:
             return None  # refused when a tree is wanted
         return self._extend(round_, tokens, _ROOT_ALONE)
+
+    def no_longer_awaits(self) -> None:
+        """The round went another way: what is under way may be superseded."""
+        self._keeps_up = self._outstanding is not None
 
     def miss(self, round_: int) -> None:
         """The round's tree did not come in time. In a row, misses cost ever fewer waits."""
@@ -256,15 +268,20 @@ class DraftSide:
 
     # -- within
 
-    def _extend(self, round_: int, tokens: Sequence[int], shape: TreeShape | None) -> DraftExtend:
+    def _extend(
+        self, round_: int, tokens: Sequence[int], shape: TreeShape | None, begun: bool = False
+    ) -> DraftExtend:
         known, self._known_len = self._known_len, len(tokens)
-        self._outstanding, self._keeps_up = round_, shape is not None
+        self._outstanding = None if begun else round_
+        self._keeps_up = shape is not None
         return DraftExtend(
             *(self._sequence_id, self.epoch, self._answered),
             round=round_,
             base_len=known,
             tokens=tokens[known:],
             tree=shape,
+            max_outcomes=0 if shape is not None else self.settings.max_outcomes,
+            begun=begun,
         )
 
     def _open(self, tokens: Sequence[int], features_from: int) -> DraftOpen:

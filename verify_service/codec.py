@@ -90,6 +90,7 @@ def encode_info(info: VerifyInfo) -> verify_pb2.GetVerifyInfoResponse:
         max_sequences=info.max_sequences,
         page_size_tokens=info.page_size_tokens,
         num_pages=info.num_pages,
+        draft_ahead=True,
         step_times=[
             verify_pb2.StepTime(
                 num_tokens=point.num_tokens,

@@ -95,6 +95,12 @@ class VerifyMachine:
         return 0 if self._gate is None else self._gate.num_probes
 
     @property
+    def num_foreseen(self) -> tuple[int, int]:
+        """Rounds that ended with trees for outcomes at hand: that went on with one, and not."""
+        begun = self._stepper.num_begun
+        return begun, self._stepper.num_foreseen - begun
+
+    @property
     def has_ready(self) -> bool:
         """Whether a round waits for a step, be there room for it or not."""
         return self._registry.has_ready

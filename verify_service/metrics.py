@@ -49,6 +49,11 @@ class VerifyMetrics:
         self._sequences = metrics.gauge(
             "sequences", "Sequences by state", ["state"], values=SEQUENCE_STATES
         )
+        foreseen = metrics.counter(
+            "foreseen_rounds", "Rounds that ended with trees for outcomes at hand", ["outcome"],
+            values=("hit", "miss"),
+        )  # fmt: skip
+        self._foreseen = [RisingCounter(foreseen.labels(of)) for of in ("hit", "miss")]
         self._wants_trees = metrics.gauge(
             "wants_trees", "1: rounds should wait for trees; 0: roots alone were found faster"
         )
@@ -96,3 +101,5 @@ class VerifyMetrics:
         self._sequences.labels("open").set(machine.num_sequences)
         self._wants_trees.set(machine.wants_trees)
         self._draft_probes.set_total(machine.num_draft_probes)
+        for counter, total in zip(self._foreseen, machine.num_foreseen, strict=True):
+            counter.set_total(total)

@@ -70,6 +70,8 @@ class Stepper:
         self._residency = residency
         self._budget, self._gate = budget, gate
         self._launched: dict[int, _Launched] = {}  # by slot
+        self.num_foreseen = 0  # rounds that ended with trees for their outcomes at hand
+        self.num_begun = 0  # of those, the ones that went on with one
         self._retired_at: float | None = None  # when the last step ended
 
     @property
@@ -233,6 +235,7 @@ class Stepper:
         foreseen, sequence.foreseen = sequence.foreseen, None
         if foreseen is None or foreseen.round != result.round + 1:
             return None
+        self.num_foreseen += 1
         tree = foreseen.trees.get(result.tokens)
         stopped = not sequence.sampling.ignore_eos and result.tokens[-1] in sequence.stop_tokens
         room = sequence.max_total_tokens - sequence.committed_len - len(result.tokens)
@@ -240,6 +243,7 @@ class Stepper:
         full = len(sequence.results) + 1 >= self._limits.max_unacknowledged
         if tree is None or stopped or room <= 0 or waiting or full:
             return None
+        self.num_begun += 1
         max_depth = min(room - 1, self._limits.max_tree_depth)
         return PendingRound.of(foreseen.round, tree, max_depth, now)
 
