@@ -16,7 +16,7 @@ from common.types import SamplingParams, TreeShape
 from router import codec
 from router.drafting import DraftSettings
 from router.generation import Generation
-from router.machine import GenerationMachine, MachineSettings
+from router.machine import GenerationMachine, MachineSettings, Phase
 from router.output_text import OutputText
 from router.stops import StopStrings
 from tests.protocol.test_router_machine import NumberText
@@ -72,8 +72,8 @@ class World:
             heard = codec.decode_draft(message)
             self.here.perform([] if heard is None else self.machine.on_draft(heard, self.now))
 
-    def draft_works(self) -> None:
-        for _ in range(4):
+    def draft_works(self, steps: int = 4) -> None:
+        for _ in range(steps):
             self.draft.launch(self.now)
             while self.draft.launched:
                 self.draft.retire(self.now)
@@ -125,7 +125,9 @@ def test_trees_that_come_behind_the_result_are_sent_by_the_router() -> None:
     world = World()
     num_late = 0
     while not world.machine.ended:
-        world.draft_works()  # the round's tree, and verify is told it
+        world.move_frames()
+        while world.machine.phase is Phase.TREE:
+            world.draft_works(steps=1)  # the round's tree, and verify is told it
         world.verify.launch(world.now)
         world.draft.launch(world.now)  # trees ahead; their frame waits
         while world.draft.launched:
