@@ -43,6 +43,9 @@ class Bucket:
             Field("page_table", (b, pages_per_sequence)),
             Field("guessed", (b, s)),
             Field("num_guessed", (b,)),
+            Field("num_copies", (1,)),
+            Field("copy_from", (b,)),  # pages; the first num_copies count
+            Field("copy_to", (b,)),
         )
 
 
@@ -70,6 +73,10 @@ def pack(
         v["num_guessed"][slot] = work.guessed.size
     v["starts"][len(works) + 1 :] = row
     v["num_live"][:] = (len(works), row)
+    copies = [work.page_copy for work in works if work.page_copy is not None]
+    v["num_copies"][0] = len(copies)
+    for i, (source, target) in enumerate(copies):
+        v["copy_from"][i], v["copy_to"][i] = source, target
     features[row:] = 0
     return buffer
 

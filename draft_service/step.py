@@ -35,7 +35,8 @@ class SequenceWork:
     page j holds places [j·page_size, (j+1)·page_size), reserved for kv_len + n. If it drafts, the
     root of the tree is the last of `tokens`; or, with `guessed` int32 [m], tokens that are thought
     to follow and have no features yet, the last of those: the head reads them on its own states,
-    and what it computes for them never enters the pages.
+    and what it computes for them never enters the pages. `page_copy`: a page of others and one of
+    `page_ids`, into which the first is copied, all layers, before anything else happens.
     """
 
     sequence_id: bytes
@@ -43,6 +44,7 @@ class SequenceWork:
     features: FeatureArray = field(repr=False)
     kv_len: int
     page_ids: Int32Array
+    page_copy: tuple[int, int] | None = None
     drafts: bool
     guessed: Int32Array = field(default_factory=lambda: NONE_GUESSED)
 
@@ -66,6 +68,8 @@ class SequenceWork:
                 raise ValueError(f"guessed: one is outside [0, {vocab_size})")
         if self.kv_len < 0:
             raise ValueError(f"kv_len: {self.kv_len} is negative")
+        if self.page_copy is not None and self.page_copy[1] not in self.page_ids:
+            raise ValueError(f"page_copy: to page {self.page_copy[1]}, which is none of page_ids")
         room = int(self.page_ids.shape[0]) * page_size
         if room < self.kv_len + n:
             raise ValueError(

@@ -28,6 +28,8 @@ class _Command(_Addressed):
 
 @dataclass(frozen=True, slots=True)
 class VerifyOpen(_Command):
+    """`fork_of`: the sequence of the request's first choice, whose prompt's pages may be shared."""
+
     tokens: Sequence[int]
     num_prompt_tokens: int
     sampling: SamplingParams
@@ -35,6 +37,9 @@ class VerifyOpen(_Command):
     max_total_tokens: int
     round: int
     wants_features: bool
+    cache_salt: bytes = b""
+    choice_index: int = 0
+    fork_of: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ class DraftOpen(_Command):
     tree: TreeShape
     max_total_tokens: int
     features_from: int
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,7 @@ class RoundResult(_Addressed):
     """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus. `logprobs` and
     `top_logprobs` have one entry per token where they were asked for, else none. `wants_tree`:
     verify's advice for the next round. `next_begun`: it runs already, with a foreseen tree.
+    `num_cached_tokens`: found computed at the Open that this round rode on.
     """
 
     round: int
@@ -140,6 +147,7 @@ class RoundResult(_Addressed):
     top_logprobs: Sequence[TopLogprobs] = ()
     wants_tree: bool = True
     next_begun: bool = False
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

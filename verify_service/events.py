@@ -28,6 +28,7 @@ class RoundResult:
     asked for. `accepted_nodes`: indices into the tree as the router sent it. `num_nodes`: verified,
     root included. `wants_tree`: whether the next round should wait for a tree.
     `next_begun`: it runs already, with a foreseen tree.
+    `num_cached_tokens`: of the first result since Open, tokens whose rows were found.
     """
 
     round: int
@@ -42,6 +43,7 @@ class RoundResult:
     top_logprobs: tuple[TopLogprobs, ...] = ()
     wants_tree: bool = True
     next_begun: bool = False
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
