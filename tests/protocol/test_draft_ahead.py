@@ -106,8 +106,8 @@ class World:
         while self.verify.launched:
             self.verify.retire(self.now)
         assert self.verify.machine.num_sequences == self.draft.machine.num_sequences == 0
-        assert self.verify.machine.page_counts.free == VERIFY_LIMITS.num_pages
-        assert self.draft.machine.page_counts.free == DRAFT_LIMITS.num_pages
+        assert self.verify.machine.page_counts.available == VERIFY_LIMITS.num_pages
+        assert self.draft.machine.page_counts.available == DRAFT_LIMITS.num_pages
 
 
 def test_a_foreseen_outcome_goes_on_without_the_router() -> None:
@@ -185,5 +185,5 @@ def test_a_client_that_leaves_frees_everything_at_once() -> None:
     world.move_frames()
     while world.verify.launched:
         world.verify.retire(world.now)
-    assert world.verify.machine.page_counts.free == VERIFY_LIMITS.num_pages
-    assert world.draft.machine.page_counts.free == DRAFT_LIMITS.num_pages
+    assert world.verify.machine.page_counts.available == VERIFY_LIMITS.num_pages
+    assert world.draft.machine.page_counts.available == DRAFT_LIMITS.num_pages
