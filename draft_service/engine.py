@@ -51,6 +51,7 @@ class EngineConfig:
     max_draft_rows: int = 8  # of one sequence, in a step that drafts
     max_extend_rows: int = 512  # in a step that only extends
     max_guessed: int = 0  # tokens without features that a tree may stand on; 0: no such programs
+    max_outcomes: int = 0  # trees on guessed tokens that one sequence asks for at a time
     min_rows: int = 1  # 8 on TPU: one-row matrix products take another, slower path there
     backend: Backend = Backend.XLA
     chip: Chip | None = None
@@ -67,7 +68,12 @@ class EngineConfig:
             size *= 2
         drafting = [Bucket(b, b * self.max_draft_rows, True) for b in sorted(sizes)]
         if self.max_guessed:
-            drafting += [replace(bucket, num_guessed=self.max_guessed) for bucket in drafting]
+            least = min(self.max_outcomes, self.max_sequences)  # they come together
+            drafting += [
+                replace(bucket, num_guessed=self.max_guessed)
+                for bucket in drafting
+                if bucket.num_sequences >= least
+            ]
         rows = sorted({min(r, self.max_extend_rows) for r in EXTEND_ROWS})
         return (*drafting, *(Bucket(self.max_sequences, r, False) for r in rows))
 
