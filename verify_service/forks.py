@@ -44,5 +44,5 @@ def num_common_rows(source: VerifySequence, sequence: VerifySequence) -> int:
 
 def take_features(source: VerifySequence, sequence: VerifySequence) -> None:
     """Of the rows that were taken over, those that the source still has."""
-    if sequence.wants_features and sequence.window.end == 0:
-        sequence.window.borrow_from(source.window, sequence.kv_len)
+    if sequence.wants_features:
+        sequence.window.take_over(source.window, sequence.kv_len)
