@@ -3,11 +3,12 @@
     python -m benchmarks.chaos --minutes 5 --streams 4
 
 Real processes: a router, several verify and draft replicas, of the demo's model or (`--tiny`) of a
-random one that costs next to nothing, so that waits are the protocol's own. First every prompt is answered in
-peace. Then streams of the same prompts run side by side while replicas get SIGKILL and are started
-anew on their ports (only where another of the same service is serving), and some clients cancel in
-mid-stream. Some replicas are frozen (SIGSTOP) before they are killed: nobody tells that they are
-gone. Every token that came is compared with the quiet answer, up to a pick within the margin.
+random one that costs next to nothing, so that waits are the protocol's own. First every prompt is
+answered in peace. Then streams of the same prompts run side by side while replicas get SIGKILL and
+are started anew on their ports (only where another of the same service is serving), and some
+clients cancel in mid-stream. Some replicas are frozen (SIGSTOP) before they are killed: nobody
+tells that they are gone. Every token that came is compared with the quiet answer, up to a pick
+within the margin.
 
 - `divergent_streams`: streams with another token than the quiet answer's, above the margin.
 - `gap_seconds`: of the streams that ran when a replica was killed, the wait between two chunks
