@@ -186,6 +186,12 @@ class Stack:
         child.process.wait()
         child.close()
 
+    def freeze(self, name: str) -> None:
+        """Stops a child where it is (SIGSTOP): silent, its connections open, as if its host died.
+        `kill` ends it.
+        """
+        self.children[name].process.send_signal(signal.SIGSTOP)
+
     def restart(self, name: str) -> Child:
         """Starts a killed child anew on the port it had; returns before it serves."""
         before = self.children[name]
