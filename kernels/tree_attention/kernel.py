@@ -270,10 +270,6 @@ class _Kernel:
         self.attend_block(item, half, bits, tile)
         num_blocks = self.num_blocks(item)
 
-        @pl.when(num_blocks == 0)
-        def _nothing() -> None:
-            prefetch(slot)
-
         def fetch_after(block: jax.Array) -> None:
             free = (slot + block + 1) % 2
 
@@ -307,9 +303,12 @@ class _Kernel:
         num_whole = item.num_keys // self.blocks.keys
         lax.fori_loop(0, num_whole, whole, None)
 
+        @pl.when((num_whole < num_blocks) | (num_blocks == 0))
+        def _last_is_not_whole() -> None:
+            prefetch((slot + num_blocks) % 2)
+
         @pl.when(num_whole < num_blocks)
         def _rest() -> None:
-            fetch_after(num_whole)
             at = (slot + num_whole) % 2
             self.await_pages(self.block_pages(item, num_whole), at)
             self.attend_rest(item, at, num_whole * self.blocks.keys, lowest, tile)
