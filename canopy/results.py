@@ -23,6 +23,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class Options:
     """How to generate. None: the server's default, as named in protos/canopy/v1."""
 
+    n: int | None = None  # choices
     max_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -43,6 +44,7 @@ class Options:
     max_tree_nodes: int | None = None
     model: str = ""
     request_id: str = ""
+    cache_salt: str = ""  # only requests with the same share what was computed for a prompt
     # what to return beside the text
     token_ids: bool = False
     trace: bool = False
@@ -87,6 +89,7 @@ class Chunk:
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
     round: Round | None = None
+    choice_index: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,21 +120,23 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """How a generation ended; always the last of its stream."""
+    """How a generation ended; always the last of its choice."""
 
     request_id: str
     finish_reason: FinishReason
     matched_stop: str | int | None
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_cached_prompt_tokens: int  # of the prompt, found computed already
     seed: int
     timings: Timings
     speculation: Speculation
+    choice_index: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A whole answer."""
+    """A whole answer, or one choice of it."""
 
     text: str
     token_ids: tuple[int, ...]

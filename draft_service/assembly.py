@@ -78,7 +78,9 @@ def _engine(config: DraftConfig, head: HeadConfig, params: dict[str, Any]) -> De
                 num_pages=config.num_pages,
                 page_size=config.page_size_tokens,
                 max_context_len=config.max_context_tokens,
-                tree=config.tree,
+                tree=config.grown_tree,
+                max_guessed=config.max_depth + 1 if config.draft_ahead else 0,
+                max_outcomes=config.draft_ahead,
                 max_sequences=config.max_step_sequences,
                 max_draft_rows=config.max_draft_tokens,
                 max_extend_rows=config.max_extend_tokens,
@@ -103,8 +105,10 @@ def _limits(config: DraftConfig, head: HeadConfig) -> DraftLimits:
         max_step_sequences=config.max_step_sequences,
         max_draft_rows=config.max_draft_tokens,
         max_extend_rows=config.max_extend_tokens,
+        max_outcomes=config.draft_ahead,
         recent_rows=config.recent_feature_rows,
         max_waiting_bytes=config.feature_memory_bytes,
+        prefix_cache=config.prefix_cache,
         grace_seconds=config.grace_seconds,
     )
 
@@ -120,4 +124,5 @@ def _info(config: DraftConfig, head: HeadConfig, identity: Identity) -> DraftInf
         max_context_len=config.max_context_tokens,
         max_tree=config.tree,
         max_sequences=config.max_sequences,
+        max_outcomes=config.draft_ahead,
     )

@@ -25,12 +25,14 @@ class Open(_Addressed):
     """Begins a sequence with all its committed tokens, at least one.
 
     `features_from`: rows of earlier positions never come. `tree` None: the engine's full shape.
+    `cache_salt`: pages are shared among sequences with the same.
     """
 
     tokens: tuple[int, ...]
     max_total_tokens: int
     features_from: int = 0
     tree: TreeShape | None = None
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +44,17 @@ class Attach(_Addressed):
 class Extend(_Addressed):
     """Newly committed tokens (perhaps none) and a wish for the tree of `round`.
 
-    `base_len`: committed tokens before these. `tree` None: the shape of Open.
+    `base_len`: committed tokens before these. `tree` None: the shape of Open. `max_outcomes`: of
+    this round, for which trees are wished next. `begun`: verify has the tree that was foreseen for
+    these tokens; none is awaited.
     """
 
     round: int
     base_len: int
     tokens: tuple[int, ...]
     tree: TreeShape | None = None
+    max_outcomes: int = 0
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from common.fencing import Registry, is_new_epoch, stale
+from common.page_keys import PageKeys
 from common.pages import PageCounts
-from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState, TreeShape
+from common.types import (
+    DraftTree,
+    ErrorCode,
+    FeatureRows,
+    SequenceFailure,
+    SequenceState,
+    TreeShape,
+)
 from draft_service import checks
 from draft_service.commands import Attach, Close, Command, Extend, Open, Rollback
 from draft_service.events import Closed, Event, Failed, StateReport
@@ -27,7 +35,7 @@ from draft_service.limits import DraftLimits
 from draft_service.residency import Residency
 from draft_service.sequences import DraftSequence, PendingTree
 from draft_service.step import SequenceOutcome, SequenceWork
-from draft_service.stepper import Plan, Stepper, tree_ready
+from draft_service.stepper import Plan, Stepper, foresee, tree_ready
 
 MAX_DEFERRED = 16
 """Commands of one sequence that may wait behind a running step."""
@@ -65,6 +73,16 @@ class DraftMachine:
     @property
     def page_counts(self) -> PageCounts:
         return self._residency.counts
+
+    @property
+    def prefix_counts(self) -> tuple[int, int, int]:
+        """Since the start: tokens looked up, tokens found, cached pages given to others."""
+        residency = self._residency
+        return (
+            residency.num_looked_up_tokens,
+            residency.num_found_tokens,
+            residency.num_evicted_pages,
+        )
 
     def check_balance(self) -> None:
         """Raises AssertionError unless pages and references add up."""
@@ -155,18 +173,28 @@ class DraftMachine:
         self._registry.forget(min(orphans, key=lambda entry: entry[0])[1])
 
     def _new_sequence(self, stream: int, command: Open, now: float) -> DraftSequence:
+        keys = PageKeys(self._limits.page_size, command.cache_salt, lookahead=1)
+        found = self._residency.find(
+            command.tokens, keys, command.features_from, command.max_total_tokens
+        )
+        features_from = 0 if found else command.features_from
         sequence = DraftSequence(
             sequence_id=command.sequence_id,
             epoch=command.epoch,
             stream=stream,
             arrival=self._registry.next_arrival(),
             tokens=list(command.tokens),
-            features_from=command.features_from,
+            features_from=features_from,
             shape=checks.shape_within(command.tree, self._limits.tree),
             max_total_tokens=command.max_total_tokens,
-            features=FeatureStore(command.features_from, self._limits.recent_rows),
+            features=FeatureStore(features_from, self._limits.recent_rows),
+            page_keys=keys,
+            pages=found,
+            kv_len=len(found) * self._limits.page_size,
+            num_published=len(found),
             used_at=now,
         )
+        sequence.features.fed(sequence.kv_len)
         self._registry.hand_over(sequence, stream, command.epoch, now)
         return sequence
 
@@ -191,15 +219,25 @@ class DraftMachine:
             return
         if sequence.pending is not None and sequence.pending.round == command.round:
             return  # its tree is on the way
+        if command.begun and sequence.begun == command.round:
+            return  # a repetition
         checks.check_extend(command, sequence, self._limits)
+        known = _foreseen(sequence, command) if command.begun else None
         sequence.tokens += command.tokens
+        sequence.forget_foresight()
         shape = checks.shape_within(command.tree, sequence.shape)
         # Nodes deeper than this could never be emitted.
         useful = sequence.max_total_tokens - sequence.committed_len - 1
         shape = checks.shape_within(
             TreeShape(max_depth=useful, top_k=shape.top_k, max_nodes=shape.max_nodes), shape
         )
-        sequence.pending = PendingTree(command.round, shape, now)
+        outcomes = min(command.max_outcomes, self._limits.max_outcomes)
+        wish = PendingTree(command.round, shape, now, outcomes)
+        if known is None:
+            sequence.pending = wish
+        else:
+            sequence.pending, sequence.begun = None, command.round
+            sequence.foresight = foresee(wish, known, now)
         sequence.grown = None
         sequence.next_round = command.round + 1
         sequence.used_at = now
@@ -210,8 +248,10 @@ class DraftMachine:
             checks.check_rollback(command, sequence)
             self._registry.hand_over(sequence, stream, command.epoch, now)
             del sequence.tokens[command.committed_len :]
+            sequence.page_keys.cut(command.committed_len)
             sequence.next_round = command.round
             sequence.pending = sequence.grown = None
+            sequence.forget_foresight()
             # Pair committed_len - 1 had a token that is gone; verify sends its feature again.
             self._residency.cut(sequence, sequence.num_pairs)
             sequence.features.cut(command.committed_len - 1)
@@ -289,6 +329,7 @@ class DraftMachine:
         more: every sequence is gone, and said to be.
         """
         events: list[Event] = []
+        self._residency.forget_cached()
         failed = self._stepper.abandon(works)
         for sequence in failed:
             if sequence.closed:
@@ -308,6 +349,14 @@ class DraftMachine:
         waiting, sequence.deferred = list(sequence.deferred), deque()
         for stream, command in waiting:
             self._take(stream, command, now, events)
+
+
+def _foreseen(sequence: DraftSequence, command: Extend) -> DraftTree | None:
+    """The tree that verify has begun the round with, as it was grown."""
+    foreseen = sequence.foreseen
+    if foreseen is None or foreseen.round != command.round:
+        return None
+    return foreseen.trees.get(command.tokens)
 
 
 def _must_wait(sequence: DraftSequence, command: Command) -> bool:

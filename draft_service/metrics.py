@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from common.metrics import Metrics, RisingCounter, integer_buckets, power_buckets
 from common.types import ErrorCode, TreeShape
-from draft_service.events import Event, Evicted, Failed, TreeReady
+from draft_service.events import Event, Evicted, Failed, Foreseen, TreeReady
 from draft_service.machine import DraftMachine
 from draft_service.stepper import Plan
 
@@ -60,6 +60,21 @@ class DraftMetrics:
             "waiting_feature_bytes", "Feature bytes that no step has fed yet"
         )
 
+        self._foreseen = metrics.counter(
+            "foreseen_trees", "Trees grown for outcomes of rounds that verify had not ended"
+        )
+        self._looked_up = RisingCounter(
+            metrics.counter("prefix_cache_query_tokens", "Tokens of sequences that were opened")
+        )
+        self._found = RisingCounter(
+            metrics.counter(
+                "prefix_cache_hit_tokens", "Of those, tokens with KV rows there already"
+            )
+        )
+        self._evicted = RisingCounter(
+            metrics.counter("prefix_cache_evicted_pages", "Cached pages given to other sequences")
+        )
+
     def note_step(self, plan: Plan, step_seconds: float, host_seconds: float) -> None:
         self._step_seconds.labels("draft" if plan.drafts else "extend").observe(step_seconds)
         self._host_seconds.observe(host_seconds)
@@ -82,6 +97,8 @@ class DraftMetrics:
                 grown = event.grown
                 nodes(grown.tree.num_nodes)
                 queue_seconds(grown.queue_seconds)
+            elif isinstance(event, Foreseen):
+                self._foreseen.inc(len(event.outcomes))
             elif isinstance(event, Failed):
                 self._errors.labels(event.code.name.lower()).inc()
             elif isinstance(event, Evicted):
@@ -100,3 +117,7 @@ class DraftMetrics:
         self._sequences.labels("open").set(machine.num_sequences)
         self._waiting_bytes.set(machine.waiting_feature_bytes)
         self._ignored_rows.set_total(machine.num_ignored_rows)
+        looked_up, found, evicted = machine.prefix_counts
+        self._looked_up.set_total(looked_up)
+        self._found.set_total(found)
+        self._evicted.set_total(evicted)

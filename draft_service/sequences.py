@@ -10,19 +10,24 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from common.page_keys import PageKeys
 from common.types import DraftTree, SequenceState, TreeShape
 from draft_service.commands import Command
 from draft_service.events import GrownTree
 from draft_service.features import FeatureStore
+from draft_service.foresight import ForeseenTrees, Foresight
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTree:
-    """A wish for a tree. `shape`: the most that may be sent. `since`: seconds, machine's clock."""
+    """A wish for a tree. `shape`: the most that may be sent. `since`: seconds, machine's clock.
+    `max_outcomes`: of this round, to grow trees for once its own is grown.
+    """
 
     round: int
     shape: TreeShape
     since: float
+    max_outcomes: int = 0
 
     @property
     def is_root_only(self) -> bool:
@@ -42,14 +47,20 @@ class DraftSequence:
     shape: TreeShape  # of Open, within the engine's
     max_total_tokens: int
     features: FeatureStore
+    page_keys: PageKeys
     next_round: int = 0
 
     pending: PendingTree | None = None
     grown: GrownTree | None = None  # unacknowledged
+    foresight: Foresight | None = None  # trees to grow for the round after the present one
+    foreseen: ForeseenTrees | None = None  # those grown
+    begun: int | None = None  # the last round that verify began with a foreseen tree
     deferred: deque[tuple[int, Command]] = field(default_factory=deque)  # behind a running step
 
     kv_len: int = 0
     pages: list[int] = field(default_factory=list)
+    num_published: int = 0  # of `pages`, from the first on
+    copy: tuple[int, int] | None = None  # a page, still held, to be copied to one of `pages` first
     in_flight: bool = False
     closed: bool = False
     used_at: float = 0.0  # last Open, Extend or step
@@ -58,6 +69,11 @@ class DraftSequence:
     @property
     def committed_len(self) -> int:
         return len(self.tokens)
+
+    @property
+    def held_pages(self) -> list[int]:
+        """Every page that it has a reference to."""
+        return self.pages if self.copy is None else [*self.pages, self.copy[0]]
 
     @property
     def num_pairs(self) -> int:
@@ -85,6 +101,12 @@ class DraftSequence:
         return self.kv_len > 0 and self.features.has(self.features_from + self.kv_len - 1)
 
     @property
+    def can_foresee(self) -> bool:
+        """Whether trees are wished for outcomes, and the last pair's output can be had for them."""
+        ready = self.can_draft if self.num_missing else self.can_redo_last
+        return self.foresight is not None and self.pending is None and ready
+
+    @property
     def state(self) -> SequenceState:
         """What routers are told; `kv_len` is the position of the first feature row still wanted."""
         return SequenceState(
@@ -98,6 +120,9 @@ class DraftSequence:
         """Forgets the tree that the router has."""
         if self.grown is not None and self.grown.round <= acked_round:
             self.grown = None
+
+    def forget_foresight(self) -> None:
+        self.foresight = self.foreseen = None
 
     def root_only(self) -> DraftTree:
         return DraftTree.root_only(self.tokens[-1])

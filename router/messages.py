@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -28,6 +28,8 @@ class _Command(_Addressed):
 
 @dataclass(frozen=True, slots=True)
 class VerifyOpen(_Command):
+    """`fork_of`: the sequence of the request's first choice, whose prompt's pages may be shared."""
+
     tokens: Sequence[int]
     num_prompt_tokens: int
     sampling: SamplingParams
@@ -35,6 +37,9 @@ class VerifyOpen(_Command):
     max_total_tokens: int
     round: int
     wants_features: bool
+    cache_salt: bytes = b""
+    choice_index: int = 0
+    fork_of: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,14 @@ class VerifyTree(_Command):
     round: int
     kv_len: int
     tree: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyForesee(_Command):
+    """Trees of `round` by what the round before it may emit."""
+
+    round: int
+    outcomes: Mapping[tuple[int, ...], Tree]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +84,7 @@ class DraftOpen(_Command):
     tree: TreeShape
     max_total_tokens: int
     features_from: int
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +94,19 @@ class DraftAttach(_Command):
 
 @dataclass(frozen=True, slots=True)
 class DraftExtend(_Command):
+    """`tree`: at most so much; None: the shape of Open. `max_outcomes`: for which trees are wished
+    ahead. `begun`: verify has the round's tree.
+    """
+
     round: int
     base_len: int
     tokens: Sequence[int]
+    tree: TreeShape | None = None
+    max_outcomes: int = 0
+    begun: bool = False
 
 
-VerifyCommand: TypeAlias = VerifyOpen | VerifyAttach | VerifyTree | Rollback | Close
+VerifyCommand: TypeAlias = VerifyOpen | VerifyAttach | VerifyTree | VerifyForesee | Rollback | Close
 DraftCommand: TypeAlias = DraftOpen | DraftAttach | DraftExtend | Rollback | Close
 
 
@@ -109,7 +130,9 @@ class SequenceFailed(_Addressed):
 @dataclass(frozen=True, slots=True)
 class RoundResult(_Addressed):
     """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus. `logprobs` and
-    `top_logprobs` have one entry per token where they were asked for, else none.
+    `top_logprobs` have one entry per token where they were asked for, else none. `wants_tree`:
+    verify's advice for the next round. `next_begun`: it runs already, with a foreseen tree.
+    `num_cached_tokens`: found computed at the Open that this round rode on.
     """
 
     round: int
@@ -122,6 +145,9 @@ class RoundResult(_Addressed):
     queue_seconds: float
     logprobs: Sequence[float] = ()
     top_logprobs: Sequence[TopLogprobs] = ()
+    wants_tree: bool = True
+    next_begun: bool = False
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +165,17 @@ class TreeReady(_Addressed):
 
 
 @dataclass(frozen=True, slots=True)
+class TreesForeseen(_Addressed):
+    """Trees of `round` by what the round before it may emit."""
+
+    round: int
+    outcomes: Sequence[tuple[Sequence[int], Tree]]
+
+
+@dataclass(frozen=True, slots=True)
 class Evicted(_Addressed):
     """The draft ran out of pages: it knows the sequence no more."""
 
 
 VerifyEvent: TypeAlias = StateReport | SequenceFailed | RoundResult | Preempted
-DraftEvent: TypeAlias = StateReport | SequenceFailed | TreeReady | Evicted
+DraftEvent: TypeAlias = StateReport | SequenceFailed | TreeReady | TreesForeseen | Evicted

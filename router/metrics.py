@@ -18,6 +18,7 @@ from router.errors import ErrorKind, Failure
 from router.fleet import Fleet
 from router.machine import GenerationMachine
 from router.round_metrics import RoundMetrics
+from router.tenants import TENANT_LIMITS
 from router.verify_link import VerifyLink
 
 OUTCOMES = ("stop", "length", "aborted", "cancelled", "failed")
@@ -61,6 +62,12 @@ class RouterMetrics:
             ["reason"],
             values=[kind.value for kind in ErrorKind],
         )
+        self.tenant_refusals = metrics.counter(
+            "tenant_refusals",
+            f"Requests refused by a limit of their caller's own: {', '.join(TENANT_LIMITS)}",
+            ["limit"],
+            values=TENANT_LIMITS,
+        )
         self.prompt_tokens = metrics.counter("prompt_tokens", "Prompt tokens of ended generations")
         self.completion_tokens = metrics.counter(
             "completion_tokens", "Tokens emitted by ended generations"
@@ -76,6 +83,12 @@ class RouterMetrics:
         )
         self.draft_misses = metrics.counter(
             "draft_misses", "Rounds whose tree did not come before its deadline"
+        )
+        self.foreseen_rounds = metrics.counter(
+            "foreseen_rounds", "Rounds whose tree was grown before the result that led to them"
+        )
+        self.undrafted_rounds = metrics.counter(
+            "undrafted_rounds", "Rounds that asked for no tree: verify found roots alone faster"
         )
 
     def _add_seconds(self, metrics: Metrics) -> None:
@@ -111,11 +124,14 @@ class RouterMetrics:
         else:
             outcome = "cancelled"
         self.requests.labels(outcome).inc()
-        self.prompt_tokens.inc(len(machine.generation.prompt_tokens))
+        if machine.generation.choice_index == 0:
+            self.prompt_tokens.inc(len(machine.generation.prompt_tokens))
         self.completion_tokens.inc(machine.num_emitted)
         self.reopened.inc(machine.num_reopened)
         self.preemptions.inc(machine.num_preemptions)
         self.draft_misses.inc(machine.num_draft_misses)
+        self.foreseen_rounds.inc(machine.num_foreseen_rounds)
+        self.undrafted_rounds.inc(machine.num_undrafted_rounds)
         self.rollbacks.labels("verify_ahead").inc(machine.statistics.num_rollbacks)
         self._count_seconds(machine, now)
 

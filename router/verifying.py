@@ -6,10 +6,17 @@ Attach and Rollback carries a new epoch; what comes under another is of an earli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from router.generation import Generation
-from router.messages import Close, Rollback, VerifyAttach, VerifyOpen, VerifyTree
+from router.messages import (
+    Close,
+    Rollback,
+    VerifyAttach,
+    VerifyForesee,
+    VerifyOpen,
+    VerifyTree,
+)
 from router.trees import Tree
 
 _MAX_STOP_TOKENS_SENT = 80
@@ -31,6 +38,7 @@ class VerifySide:
         *,
         wants_features: bool,
         max_recoveries: int,
+        fork_of: bytes | None = None,
     ) -> None:
         self.epoch = 0
         self.link_up = True
@@ -41,6 +49,7 @@ class VerifySide:
         self._generation = generation
         self._wants_features = wants_features
         self._max_recoveries = max_recoveries
+        self._fork_of = fork_of
         self._recoveries = 0
 
     # -- what is said to it
@@ -60,6 +69,9 @@ class VerifySide:
             max_total_tokens=self._generation.max_total_tokens,
             round=round_,
             wants_features=self._wants_features,
+            cache_salt=self._generation.cache_salt,
+            choice_index=self._generation.choice_index,
+            fork_of=self._fork_of,
         )
 
     def attach(self, features_from: int | None) -> VerifyAttach | None:
@@ -73,6 +85,9 @@ class VerifySide:
         return VerifyTree(
             *(self._sequence_id, self.epoch, self.acked), *(round_, num_tokens - 1, tree)
         )
+
+    def foresee(self, round_: int, outcomes: Mapping[tuple[int, ...], Tree]) -> VerifyForesee:
+        return VerifyForesee(*(self._sequence_id, self.epoch, self.acked), round_, outcomes)
 
     def roll_back(self, num_tokens: int, round_: int) -> Rollback:
         self.epoch += 1

@@ -166,10 +166,13 @@ OVERVIEW = Board(
         Panel(
             question="What is refused, and why?",
             queries=[
-                Query(expr=rate(f"{R}_rejected_requests_total", "reason"), legend="{{reason}}")
+                Query(expr=rate(f"{R}_rejected_requests_total", "reason"), legend="{{reason}}"),
+                Query(
+                    expr=rate(f"{R}_tenant_refusals_total", "limit"),
+                    legend="of these by a caller's own limit: {{limit}}",
+                ),
             ],
             unit="reqps",
-            kind="stacked",
         ),
         Panel(
             question="Is there a queue?",
@@ -261,6 +264,15 @@ SPECULATION = Board(
             ],
             unit="percentunit",
             limit=0.2,
+        ),
+        Panel(
+            question="Does waiting for trees pay?",
+            queries=[
+                Query(expr=f"avg({V}_wants_trees{{{HERE}}})", legend="replicas that say so"),
+            ],
+            unit="percentunit",
+            note="Verify measures both ways (--tree-budget auto). Rounds that follow its advice"
+            " against trees: canopy_router_undrafted_rounds_total.",
         ),
         Panel(
             question="Where does a round's time go?",

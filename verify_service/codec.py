@@ -12,6 +12,7 @@ from typing import TypedDict
 import numpy as np
 
 from canopy.v1 import types_pb2, verify_pb2
+from common.noise_key import seed_of_choice
 from common.tensors import FeaturePiece
 from common.types import (
     DraftTree,
@@ -26,6 +27,7 @@ from verify_service.commands import (
     Attach,
     Close,
     Command,
+    Foresee,
     Open,
     ReplayFeatures,
     Rollback,
@@ -89,6 +91,7 @@ def encode_info(info: VerifyInfo) -> verify_pb2.GetVerifyInfoResponse:
         max_sequences=info.max_sequences,
         page_size_tokens=info.page_size_tokens,
         num_pages=info.num_pages,
+        draft_ahead=True,
         step_times=[
             verify_pb2.StepTime(
                 num_tokens=point.num_tokens,
@@ -144,6 +147,12 @@ def _command(message: verify_pb2.VerifyCommand) -> Command:
             return Rollback(**base, committed_len=cut.committed_len, round=cut.round)
         case "close":
             return Close(**base)
+        case "foresee":
+            ahead = message.foresee
+            outcomes = {
+                tuple(each.tokens): _tree(each.tree, ahead.round) for each in ahead.outcomes
+            }
+            return Foresee(**base, round=ahead.round, outcomes=outcomes)
         case "replay_features":
             return ReplayFeatures(**base, position=message.replay_features.position)
         case _:
@@ -151,9 +160,6 @@ def _command(message: verify_pb2.VerifyCommand) -> Command:
 
 
 def _open(base: _Base, body: verify_pb2.VerifyOpen) -> Open:
-    if body.choice_index:
-        message = f"choice_index: {body.choice_index}; only 0 is built"
-        raise SequenceFailure(ErrorCode.UNIMPLEMENTED, message, round_=body.round)
     return Open(
         **base,
         tokens=tuple(body.tokens),
@@ -163,6 +169,7 @@ def _open(base: _Base, body: verify_pb2.VerifyOpen) -> Open:
         max_total_tokens=body.max_total_tokens,
         round=body.round,
         wants_features=body.wants_features,
+        cache_salt=body.cache_salt,
     )
 
 
@@ -174,7 +181,7 @@ def _sampling(body: verify_pb2.VerifyOpen) -> SamplingParams:
         top_k=params.top_k,
         top_p=params.top_p if params.HasField("top_p") else 1.0,
         min_p=params.min_p,
-        seed=params.seed,
+        seed=seed_of_choice(params.seed, body.choice_index),
         ignore_eos=params.ignore_eos,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
@@ -240,6 +247,9 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
                     top_logprobs=[_top(place) for place in result.top_logprobs],
                     step_seconds=result.step_seconds,
                     queue_seconds=result.queue_seconds,
+                    wants_tree=result.wants_tree,
+                    next_begun=result.next_begun,
+                    num_cached_tokens=result.num_cached_tokens,
                 )
             )
         case Failed():

@@ -26,7 +26,7 @@ class Open(_Addressed):
 
     `tokens`: prompt and what was emitted before, at least one. `round`: the round that rides on the
     prefill's last chunk. `stop_tokens`: where the walk stops. `max_total_tokens`: never more than
-    these.
+    these. `cache_salt`: pages are shared among sequences with the same.
     """
 
     tokens: tuple[int, ...]
@@ -36,6 +36,7 @@ class Open(_Addressed):
     stop_tokens: tuple[int, ...] = ()
     round: int = 0
     wants_features: bool = False
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,4 +75,12 @@ class ReplayFeatures(_Addressed):
     position: int
 
 
-Command: TypeAlias = Open | Attach | VerifyTree | Rollback | Close | ReplayFeatures
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foresee(_Addressed):
+    """Trees for outcomes of the round before `round`, by what it would emit."""
+
+    round: int
+    outcomes: dict[tuple[int, ...], DraftTree]
+
+
+Command: TypeAlias = Open | Attach | VerifyTree | Foresee | Rollback | Close | ReplayFeatures

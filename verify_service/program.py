@@ -1,8 +1,8 @@
 """The verify step as device programs: from one packed buffer to tokens, features and new pages.
 
-Embed rows at their positions -> layers, attending the paged prefix and the step's own block ->
-logits of the nodes -> the target's pick per node -> walk -> K/V of committed rows into pages.
-Deferred commit: a rejected branch never touches the pages.
+Copy the pages that are no longer shared -> embed rows at their positions -> layers, attending the
+paged prefix and the step's own block -> logits of the nodes -> the target's pick per node -> walk
+-> K/V of committed rows into pages. Deferred commit: a rejected branch never touches the pages.
 
 `verify_step` is that whole, traced as one program: what a TPU wants. `SplitStep` runs the same
 parts as several programs, the layers a few at a time: a CPU loses nothing by it (measured: within
@@ -29,6 +29,7 @@ from kernels.adjust_logits.types import LogitOptions, SlotState
 from kernels.backend import Backend
 from kernels.chips import Chip
 from kernels.kv_commit.api import kv_commit
+from kernels.kv_layout import copy_pages
 from kernels.sample_and_accept.api import sample_and_accept
 from kernels.sample_and_accept.types import Accepted, SamplerParams
 from kernels.token_logprobs.api import token_logprobs
@@ -102,6 +103,10 @@ class StepParts:
             )
             for field, span in self.shape.packing(self.bucket).spans()
         }
+
+    def own_pages(self, pages: jax.Array, x: Arrays) -> jax.Array:
+        """`pages` with those copied that sequences must have for themselves from now on."""
+        return copy_pages(pages, x["copy_from"], x["copy_to"], x["num_copies"][0])
 
     def layers(
         self,
@@ -246,6 +251,7 @@ def verify_step(
 ) -> StepOutput:
     """The whole step, to be traced as one program. `state` should be donated."""
     x = parts.unpack(buffer)
+    state = state._replace(pages=parts.own_pages(state.pages, x))
     layers = layer_params(parts.target, params)
     stream = embed_rows(parts.target, params, x["tokens"])
     out = parts.layers(layers, 0, 0, state.pages, stream, x)
@@ -290,11 +296,13 @@ class SplitStep:
         self._top = {k: v for k, v in params.items() if not k.startswith("layer_")}
         buffer = np.zeros(parts.shape.packing(parts.bucket).size, np.int32)
 
-        def embed(top: Params, buffer: jax.Array) -> jax.Array:
-            return embed_rows(target, top, parts.unpack(buffer)["tokens"])
+        def embed(top: Params, pages: jax.Array, buffer: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x = parts.unpack(buffer)
+            return embed_rows(target, top, x["tokens"]), parts.own_pages(pages, x)
 
-        self._embed: Any = jax.jit(embed).lower(self._top, buffer).compile()
-        stream: Any = jax.eval_shape(embed, self._top, buffer)
+        lowered = jax.jit(embed, donate_argnums=(1,)).lower(self._top, state.pages, buffer)
+        self._embed: Any = lowered.compile()
+        stream: Any = jax.eval_shape(embed, self._top, state.pages, buffer)[0]
         programs: dict[Any, Any] = {}
         self._groups: list[tuple[Any, list[Params], np.int32]] = []
         blocks: list[Any] = []
@@ -337,7 +345,8 @@ class SplitStep:
     def __call__(self, state: DeviceState, buffer: np.ndarray[Any, Any]) -> StepOutput:
         """Runs the step; `state` is given up."""
         on_device = jax.device_put(buffer)
-        stream = self._embed(self._top, on_device)
+        stream, pages = self._embed(self._top, state.pages, on_device)
+        state = state._replace(pages=pages)
         blocks: list[jax.Array] = []
         boundaries: list[jax.Array] = []
         for program, group, first in self._groups:

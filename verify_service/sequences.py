@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.page_keys import PageKeys
 from common.types import DraftTree, Int32Array, SamplingParams, SequenceState
 from verify_service.commands import Command
 from verify_service.events import RoundResult
@@ -69,6 +70,26 @@ class PendingRound:
         return int(self.depths.max())
 
 
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """Trees that `round` may begin with, by what the round before it emits."""
+
+    round: int
+    trees: dict[tuple[int, ...], DraftTree]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTurn:
+    """What the last result said, and when: whether the round behind it was to have a tree.
+
+    `drafted`: whether any round of the sequence had one.
+    """
+
+    since: float
+    asked_tree: bool
+    drafted: bool
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class VerifySequence:
     """Mutable; only the machine and its parts touch it."""
@@ -86,6 +107,7 @@ class VerifySequence:
     next_round: int
     window: FeatureWindow
     history: TokenHistory
+    page_keys: PageKeys
 
     pending: PendingRound | None = None
     results: dict[int, RoundResult] = field(default_factory=dict)  # unacknowledged
@@ -94,9 +116,14 @@ class VerifySequence:
     kv_len: int = 0
     slot: int = NO_SLOT
     pages: list[int] = field(default_factory=list)
+    num_found: int = 0  # rows found since Open, until a result has told of them
+    num_published: int = 0  # of `pages`, from the first on
+    copy: tuple[int, int] | None = None  # a page, still held, to be copied to one of `pages` first
     in_flight: bool = False
     closed: bool = False  # while in flight: frees its pages when the step retires
     paused_since: float = 0.0  # when it last became idle
+    foreseen: Foreseen | None = None  # of the pending round
+    turn: RoundTurn | None = None  # since its last result; None: nothing to compare with
     orphaned_since: float | None = None  # when its stream went
 
     @property
@@ -106,6 +133,11 @@ class VerifySequence:
     @property
     def is_resident(self) -> bool:
         return self.slot != NO_SLOT
+
+    @property
+    def held_pages(self) -> list[int]:
+        """Every page that it has a reference to."""
+        return self.pages if self.copy is None else [*self.pages, self.copy[0]]
 
     @property
     def num_missing(self) -> int:

@@ -30,6 +30,10 @@ class ToyEngine:
         self.num_pairs_fed = 0
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
+        for work in works:
+            if work.page_copy is not None:
+                source, target = work.page_copy
+                self.pages[target] = list(self.pages[source])
         return [self._one(work) for work in works]
 
     def _one(self, work: SequenceWork) -> SequenceOutcome:
@@ -47,6 +51,7 @@ class ToyEngine:
         ]
         assert None not in read
         pairs = [pair for pair in read if pair is not None]
-        tokens = np.array([work.tokens[-1], digest(pairs)], np.int32)
+        pairs += [(int(token), -1.0, -1.0) for token in work.guessed]
+        tokens = np.array([[*work.tokens, *work.guessed][-1], digest(pairs)], np.int32)
         scores = np.array([0.0, -1.0], np.float32)
         return SequenceOutcome(tree=DraftTree(tokens, np.array([-1, 0], np.int32), scores))

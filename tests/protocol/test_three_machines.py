@@ -64,7 +64,7 @@ class Adversary(RuleBasedStateMachine):
                 index.to_bytes(16, "big"),
                 OutputText(NumberText(), StopStrings(())),
                 MachineSettings(
-                    draft=DraftSettings(deadline_seconds=1.0, catch_up_tokens=6),
+                    draft=DraftSettings(deadline_seconds=1.0, catch_up_tokens=6, max_outcomes=2),
                     max_tree_nodes=8,
                     verify_lost_seconds=1e9,
                     max_recoveries=1000,
@@ -278,7 +278,7 @@ class Adversary(RuleBasedStateMachine):
             replica.machine.check_balance()
             limits = VERIFY_LIMITS if replica.kind == "verify" else DRAFT_LIMITS
             assert replica.machine.num_sequences == 0
-            assert replica.machine.page_counts.free == limits.num_pages
+            assert replica.machine.page_counts.available == limits.num_pages
         self.all_is_well()
 
     def is_quiet(self) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from verify_toy import ToyEngine, continuation
+from verify_toy import VOCAB, ToyEngine, continuation
 
 from common.types import DraftTree, ErrorCode, SamplingParams, SequenceState
 from verify_service import commands as c
 from verify_service import events as e
 from verify_service.budget import TreeBudget
+from verify_service.draft_gate import DraftGate
 from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
 from verify_service.step import StepPoint
@@ -272,7 +274,7 @@ def test_rollback_waits_for_the_running_step_and_cuts_what_it_committed() -> Non
     assert bench.do(c.Rollback(sequence_id=A, epoch=2, committed_len=4, round=7)) == []
     *_, report = bench.land(plan)
     assert report.state == SequenceState(epoch=2, next_round=7, committed_len=4, kv_len=3)
-    assert bench.machine.page_counts.free == 9  # one page of four rows is left
+    assert bench.machine.page_counts.available == 9  # one page of four rows is left
     done = result(bench.do(verify(7, 3, tree(PROMPT[3]), epoch=2)) + bench.steps())
     assert list(done.tokens) == continuation(PROMPT[:4], 1)
 
@@ -284,13 +286,13 @@ def test_close_frees_at_once_but_pages_of_a_launched_step_when_it_retires() -> N
     (closed,) = bench.do(c.Close(sequence_id=A, epoch=1))
     assert closed == e.Closed(stream=1, sequence_id=A, epoch=1)
     assert bench.machine.num_sequences == 0
-    assert bench.machine.page_counts.free == 30
+    assert bench.machine.page_counts.available == 30
     bench.open(B)
     assert bench.launch().works == []  # the slot is still the device's
     assert bench.land(plan) == []
     assert list(result(bench.steps()).tokens) == REFERENCE[:1]
     bench.do(c.Close(sequence_id=B, epoch=1))
-    assert bench.machine.page_counts.free == 32
+    assert bench.machine.page_counts.available == 32
 
 
 def test_closed_id_is_a_tombstone_for_the_grace_time() -> None:
@@ -355,7 +357,7 @@ def test_out_of_pages_puts_the_youngest_out_and_its_round_still_runs() -> None:
             ))  # fmt: skip
     assert told == {A: REFERENCE[:11], B: REFERENCE[:11]}
     assert {event.sequence_id for event in events if isinstance(event, e.Preempted)} == {B}
-    assert bench.machine.page_counts.free == 5
+    assert bench.machine.page_counts.available == 5
 
 
 def test_running_sequence_does_not_give_way_to_a_younger_one() -> None:
@@ -513,14 +515,38 @@ def test_failed_step_is_told_and_frees_everything() -> None:
         (B, ErrorCode.INTERNAL),
     ]
     assert bench.machine.num_sequences == 0
-    assert bench.machine.page_counts.free == 32
+    assert bench.machine.page_counts.available == 32
+
+
+def test_sequence_without_a_pick_is_lost_alone() -> None:
+    """NaN logits: the device emits nothing for it and commits nothing."""
+    bench = Bench()
+    bench.open()
+    bench.open(B)
+    plan = bench.launch()
+    first, second = bench.engine.run(plan.works)
+    nothing = np.zeros(0, np.int32)
+    broken = replace(
+        first, tokens=nothing, margins=np.zeros(0, np.float32), accepted_nodes=nothing,
+        num_committed=0, features=None,
+    )  # fmt: skip
+    events = bench.machine.retire(plan.works, [broken, second], 0.0, 0.01)
+    bench.machine.check_balance()
+    (lost,) = [event for event in events if isinstance(event, e.Failed)]
+    assert (lost.sequence_id, lost.code) == (A, ErrorCode.INTERNAL)
+    assert "no pick: not a number" in lost.message
+    assert result(events).tokens == tuple(REFERENCE[:1])
+    assert bench.machine.num_sequences == 1
+    bench.open()  # and may come again
+    assert result([x for x in bench.steps() if x.sequence_id == A]).tokens == (REFERENCE[0],)
 
 
 def test_sequence_in_a_launched_step_is_never_put_out() -> None:
     bench = Bench(num_pages=5, pause_seconds=0.0)
     bench.open(A, max_total_tokens=16)
     bench.steps()
-    bench.open(B, max_total_tokens=16)
+    other = (2, *PROMPT[1:])
+    bench.open(B, other, max_total_tokens=16)
     running = bench.launch()  # B's prefill; A has two pages, B two, one is free
     for round_, kv_len in enumerate(range(5, 12), start=1):
         root = REFERENCE[round_ - 1]
@@ -531,7 +557,7 @@ def test_sequence_in_a_launched_step_is_never_put_out() -> None:
     bench.do(verify(8, 12, tree(REFERENCE[7]), acked=7))
     stalled = bench.launch()  # A needs a fourth page, and only B could give one
     assert (stalled.works, stalled.events) == ([], [])
-    assert list(result(bench.land(running)).tokens) == REFERENCE[:1]
+    assert list(result(bench.land(running)).tokens) == continuation(other, 1)
     preempted, done = bench.steps()
     assert (preempted.sequence_id, list(done.result.tokens)) == (B, REFERENCE[8:9])
 
@@ -563,6 +589,30 @@ def test_budget_cuts_what_does_not_pay_and_changes_no_token() -> None:
         done = result(bench.land(plan))
         assert plan.num_offered == 3
         assert (done.num_nodes, list(done.tokens)) == (1, [REFERENCE[kv_len - 4]])
+
+
+def test_results_say_whether_trees_pay_by_the_time_between_them() -> None:
+    """Rounds with a tree take four seconds and give one token, roots alone one."""
+    bench = Bench(max_context_len=400, num_pages=100)
+    bench.machine = VerifyMachine(bench.limits, gate=DraftGate())
+    bench.machine.connect(1)
+    bench.open(max_total_tokens=300)
+    bench.steps()
+    truth, advice, wants_tree = continuation(PROMPT, 300), [], True
+    for round_ in range(1, 80):
+        here = round_ - 1
+        wrong = (truth[here + 1] + 1) % VOCAB
+        draft = tree(truth[here], (wrong, 0)) if wants_tree else tree(truth[here])
+        bench.now += 4.0 if wants_tree else 1.0
+        bench.do(verify(round_, 5 + here, draft, acked=round_ - 1))
+        (done,) = [x.result for x in bench.steps() if isinstance(x, e.RoundDone)]
+        assert list(done.tokens) == [truth[here + 1]]
+        wants_tree = done.wants_tree
+        advice.append(wants_tree)
+    assert advice[0]
+    assert not any(advice[-40:])
+    assert bench.machine.wants_trees is False
+    assert bench.machine.num_draft_probes == 1
 
 
 def test_budget_learns_by_a_probe_that_trees_pay() -> None:
