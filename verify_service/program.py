@@ -37,7 +37,13 @@ from kernels.token_logprobs.types import TokenLogprobs
 from kernels.tree_attention.api import tree_attention
 from models.config import TargetConfig
 from models.layers import Params
-from models.sharding import PAGES_SPEC, WHOLE_SPEC, parameter_specs, split_over
+from models.sharding import (
+    PAGES_SPEC,
+    VOCABULARY_SPEC,
+    WHOLE_SPEC,
+    parameter_specs,
+    split_over,
+)
 from models.target import (
     LayersOutput,
     embed_rows,
@@ -59,7 +65,7 @@ class DeviceState(NamedTuple):
     slots: SlotState
 
 
-STATE_SPECS = DeviceState(PAGES_SPEC, WHOLE_SPEC)  # type: ignore[arg-type]
+STATE_SPECS = DeviceState(PAGES_SPEC, VOCABULARY_SPEC)  # type: ignore[arg-type]
 
 
 class StepOutput(NamedTuple):
@@ -185,12 +191,14 @@ class StepParts:
             x["positions"],
             x["row_sequence"],
             committed,
+            vocab_axis=self.target.axis,
             backend=Backend.XLA,
         )
 
     def _sample(
         self, logits: jax.Array, slots: SlotState, options: LogitOptions, x: Arrays
     ) -> Accepted:
+        axis = self.target.axis
         rows = x["node_rows"]
         nodes = (x["tokens"][rows], x["node_parents"], x["positions"][rows] + 1, x["node_sequence"])
         adjusted = adjust_logits(
@@ -200,6 +208,7 @@ class StepParts:
             options,
             x["stop_tokens"],
             max_depth=self.shape.max_depth,
+            vocab_axis=axis,
             backend=Backend.XLA,
         )
         return sample_and_accept(
@@ -215,7 +224,8 @@ class StepParts:
             ),
             x["stop_tokens"],
             max_depth=self.shape.max_depth,
-            backend=self.backend,
+            vocab_axis=axis,
+            backend=self.backend if axis is None else Backend.XLA,
             chip=self.chip,
         )
 
@@ -227,6 +237,7 @@ class StepParts:
             accepted.emitted,
             x["num_logprobs"],
             max_top=min(MAX_TOP_LOGPROBS, self.target.vocab_size),
+            vocab_axis=self.target.axis,
             backend=Backend.XLA,
         )
 
@@ -253,7 +264,8 @@ class WholeStep:
     def __init__(
         self, parts: StepParts, params: Params, state: DeviceState, mesh: Mesh | None
     ) -> None:
-        """Over the chips of `mesh` all make the same picks, and each keeps its heads' pages."""
+        """Over the chips of `mesh` all make the same picks; each keeps its heads' pages and its own
+        logits."""
         self._params = params
         buffer = np.zeros(parts.shape.packing(parts.bucket).size, np.int32)
 

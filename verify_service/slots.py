@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from kernels.adjust_logits.api import empty_state, seen_row
 from kernels.adjust_logits.types import SlotState
-from models.sharding import WHOLE_SPEC
+from models.sharding import VOCABULARY_SPEC
 from verify_service.step import SequenceOutcome, SequenceWork, TokenHistory
 
 
@@ -31,14 +31,17 @@ class Slots:
     """`state` belongs to whoever runs steps: a step takes it and gives the next one back."""
 
     def __init__(self, num_slots: int, vocab_size: int, mesh: Mesh | None) -> None:
+        """`vocab_size`: with padding, so that the mesh's chips have equal shares of it."""
         self.state = empty_state(num_slots, vocab_size)
+        where = None
         if mesh is not None:
-            self.state = jax.device_put(self.state, NamedSharding(mesh, WHOLE_SPEC))
+            where = NamedSharding(mesh, VOCABULARY_SPEC)
+            self.state = jax.device_put(self.state, where)
         self._vocab_size = vocab_size
         self._known: dict[int, tuple[TokenHistory, int]] = {}  # slot -> whose, and its rows so far
         seen, bias = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, np.float32)
-        lowered = jax.jit(_set, donate_argnums=(0,)).lower(self.state, np.int32(0), seen, bias)
-        self._set: Any = lowered.compile()
+        put = jax.jit(_set, donate_argnums=(0,), out_shardings=where)
+        self._set: Any = put.lower(self.state, np.int32(0), seen, bias).compile()
 
     def prepare(self, works: Sequence[SequenceWork]) -> None:
         """Before a step: sets the slots that do not stand where their sequence stands."""
