@@ -38,6 +38,7 @@ class VerifyOpen(_Command):
     round: int
     wants_features: bool
     cache_salt: bytes = b""
+    prompt_logprobs: int | None = None
     choice_index: int = 0
     fork_of: bytes | None = None
 
@@ -116,7 +117,8 @@ class SequenceFailed(_Addressed):
 class RoundResult(_Addressed):
     """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus. `logprobs` and
     `top_logprobs` have one entry per token where they were asked for, else none.
-    `num_cached_tokens`: found computed at the Open that this round rode on.
+    `num_cached_tokens`: found computed at the Open that this round rode on; with
+    that comes `prompt_logprobs`, from the second token on, where asked for.
     """
 
     round: int
@@ -130,6 +132,8 @@ class RoundResult(_Addressed):
     logprobs: Sequence[float] = ()
     top_logprobs: Sequence[TopLogprobs] = ()
     num_cached_tokens: int = 0
+    prompt_logprobs: Sequence[float] = ()
+    prompt_top_logprobs: Sequence[TopLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,19 @@ class BatchShape:
             Field("min_position", (b,)),  # no stop token is picked for positions below
             Field("num_prompt", (b,)),
             Field("num_logprobs", (b,)),  # -1: none; 0: of the picks; more: of so many beside
+            Field("scored", (n,)),  # the prompt's token that follows the node's row
+            Field("num_scored_top", (n,)),  # -1: not wanted; 0: its own; more: so many beside
+        )
+
+    def results(self) -> Packing:
+        """The one transfer back, beside features and what few ask for. D: most accepted nodes."""
+        b, d = self.max_sequences, self.max_depth
+        return Packing(
+            Field("accepted", (b, d)),
+            Field("num_accepted", (b,)),
+            Field("emitted", (b, d + 1)),
+            Field("margins", (b, d + 1), "float32"),
+            Field("logprobs", (b, d + 1), "float32"),
         )
 
 
@@ -85,6 +98,14 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
     v["top_p"][:] = 1.0
     v["repetition"][:] = 1.0
     v["num_logprobs"][:] = -1
+    v["num_scored_top"][:] = -1
+    row = 0
+    for work, nodes in zip(works, scored_nodes(works), strict=True):
+        if work.num_scored:
+            v["node_rows"][nodes] = np.arange(row, row + work.num_scored)
+            v["scored"][nodes] = work.scored
+            v["num_scored_top"][nodes] = work.sampling.prompt_logprobs or 0
+        row += work.num_rows
     row = node = 0
     for slot, work in enumerate(works):
         n, causal = work.num_rows, work.num_causal
@@ -110,6 +131,16 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
     for i, (source, target) in enumerate(copies):
         v["copy_from"][i], v["copy_to"][i] = source, target
     return buffer
+
+
+def scored_nodes(works: Sequence[SequenceWork]) -> list[slice]:
+    """Where the scored rows of each work stand among the nodes: behind all trees."""
+    places = []
+    first = sum(work.num_nodes for work in works)
+    for work in works:
+        places.append(slice(first, first + work.num_scored))
+        first += work.num_scored
+    return places
 
 
 def _pack_sequence(v: dict[str, npt.NDArray[np.generic]], slot: int, work: SequenceWork) -> None:

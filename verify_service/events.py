@@ -27,7 +27,7 @@ class RoundResult:
     accepted path and the bonus. `margins`: one per token; so `logprobs` and `top_logprobs`, where
     asked for. `accepted_nodes`: indices into the tree as the router sent it. `num_nodes`: verified,
     root included. `num_cached_tokens`: of the first result since
-    Open, tokens whose rows were found.
+    Open, tokens whose rows were found; with it go the prompt's log-probabilities.
     """
 
     round: int
@@ -41,6 +41,8 @@ class RoundResult:
     queue_seconds: float = 0.0
     top_logprobs: tuple[TopLogprobs, ...] = ()
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,8 @@ class SequenceWork:
     of tokens whose K/V are in pages, which is the first row's position. `page_ids` int32 [pages]:
     page i holds positions [i·page_size, (i+1)·page_size); reserved for prefix + num_causal +
     deepest path. `page_copy`: a page of others and one of `page_ids`, into which the first is
-    copied, all layers, before anything else happens.
+    copied, all layers, before anything else happens. `scored` int32 [m]: the prompt's tokens that
+    follow the first m causal rows; their log-probabilities are wanted.
     """
 
     slot: int  # 0..max_sequences-1; no two works of a step share one
@@ -55,6 +56,7 @@ class SequenceWork:
     stop_tokens: tuple[int, ...] = ()
     wants_features: bool = True
     history: TokenHistory | None = None  # needed for penalties, logit_bias and min_tokens
+    scored: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def needs_slot(self) -> bool:
@@ -69,6 +71,10 @@ class SequenceWork:
     def num_nodes(self) -> int:
         """Nodes of the tree, root included; 0 where nothing is sampled."""
         return self.num_rows - self.num_causal + 1 if self.samples else 0
+
+    @property
+    def num_scored(self) -> int:
+        return int(self.scored.shape[0])
 
     @property
     def max_depth(self) -> int:
@@ -103,6 +109,11 @@ class SequenceWork:
             raise ValueError(
                 "history: None; penalties, logit_bias and min_tokens need the sequence's tokens"
             )
+        if self.num_scored > self.num_causal - self.samples:
+            raise ValueError(
+                f"scored: {self.num_scored} tokens follow; {self.num_causal - self.samples} causal"
+                " rows stand below the root"
+            )
         if self.kv_len < 0:
             raise ValueError(f"kv_len: {self.kv_len} is negative")
         if self.page_copy is not None and self.page_copy[1] not in self.page_ids:
@@ -123,7 +134,8 @@ class SequenceOutcome:
     `tokens` int32 [num_emitted]: the accepted path, then the bonus token; empty if the block did
     not sample. The walk stops at a stop token, which then is the last one. `margins` float32
     [num_emitted]. `logprobs` float32 [num_emitted], of the unadjusted logits; 0 unless asked for.
-    `top_logprobs`: per token, the likeliest ones and theirs; empty unless asked for.
+    `top_logprobs`: per token, the likeliest ones and theirs; empty unless asked for. `prompt_…`:
+    the same of the work's `scored` tokens.
     `accepted_nodes` int32 [num_accepted], tree-relative: 1 is the first below the root. `features`
     [num_committed, F] for positions from `kv_len`: the causal rows and the accepted nodes; None if
     not wanted.
@@ -137,6 +149,8 @@ class SequenceOutcome:
     num_committed: int  # K/V rows now in pages from position kv_len: num_causal + num_accepted
     features: npt.NDArray[np.generic] | None = field(default=None, repr=False)
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
 
     @property
     def num_emitted(self) -> int:
