@@ -27,35 +27,46 @@ from verify_service.commands import (
     Attach,
     Close,
     Command,
+    Foresee,
     Open,
     ReplayFeatures,
     Rollback,
     VerifyTree,
 )
+from verify_service.draft_gate import DraftGate
 from verify_service.events import Closed, Event, Failed, RoundDone, StateReport
 from verify_service.features import FeatureWindow
 from verify_service.limits import VerifyLimits
 from verify_service.prefix_cache import PrefixCounts
 from verify_service.registry import Registry
 from verify_service.residency import Residency
-from verify_service.sequences import PendingRound, VerifySequence
+from verify_service.sequences import Foreseen, PendingRound, VerifySequence
 from verify_service.step import SequenceOutcome, SequenceWork, TokenHistory
 from verify_service.stepper import Plan, Stepper
 
 MAX_DEFERRED = 16
 """Commands of one sequence that may wait behind a running step."""
+NO_PICK = "the logits give no pick: not a number, infinite, or every token excluded"
 
 
 class VerifyMachine:
-    """`budget` chooses how much of each tree is verified; None: as much as a step holds."""
+    """`budget` chooses how much of each tree is verified; None: as much as a step holds. `gate`:
+    whether rounds should wait for trees; None: always.
+    """
 
-    def __init__(self, limits: VerifyLimits, budget: TreeBudget | None = None) -> None:
+    def __init__(
+        self,
+        limits: VerifyLimits,
+        budget: TreeBudget | None = None,
+        gate: DraftGate | None = None,
+    ) -> None:
         self._limits = limits
         self._residency = Residency(limits)
         self._registry = Registry(limits, self._residency)
-        self._stepper = Stepper(limits, self._registry, self._residency, budget)
+        self._stepper = Stepper(limits, self._registry, self._residency, budget, gate)
         self._with_features: dict[bytes, None] = {}  # sequences with rows to send, in turn
         self._draining = False
+        self._gate = gate
 
     # -- what the service sees of it
 
@@ -75,6 +86,22 @@ class VerifyMachine:
     @property
     def num_in_flight(self) -> int:
         return self._stepper.num_in_flight
+
+    @property
+    def wants_trees(self) -> bool:
+        """Whether rounds should wait for trees."""
+        return self._gate is None or self._gate.wants_tree
+
+    @property
+    def num_draft_probes(self) -> int:
+        """Times that the other way was tried."""
+        return 0 if self._gate is None else self._gate.num_probes
+
+    @property
+    def num_foreseen(self) -> tuple[int, int]:
+        """Rounds that ended with trees for outcomes at hand: that went on with one, and not."""
+        begun = self._stepper.num_begun
+        return begun, self._stepper.num_foreseen - begun
 
     @property
     def has_ready(self) -> bool:
@@ -170,6 +197,8 @@ class VerifyMachine:
                 self._attach(stream, command, now, events)
             case VerifyTree():
                 self._verify_tree(stream, command, now, events)
+            case Foresee():
+                self._foresee(stream, command)
             case Rollback():
                 self._rollback(stream, command, now, events)
             case ReplayFeatures():
@@ -229,6 +258,7 @@ class VerifyMachine:
             return
         self._acknowledge(sequence, command)
         self._registry.hand_over(sequence, stream, command.epoch, now)
+        sequence.turn = sequence.foreseen = None
         events.append(_state_report(stream, sequence))
         events += [_round_done(sequence, round_) for round_ in sorted(sequence.results)]
         replayed_from = min((r.kv_len for r in sequence.results.values()), default=None)
@@ -252,6 +282,15 @@ class VerifyMachine:
         max_depth = min(room, self._limits.max_tree_depth)
         sequence.pending = PendingRound.of(command.round, command.tree, max_depth, now)
 
+    def _foresee(self, stream: int, command: Foresee) -> None:
+        """Keeps trees for outcomes of the round that is pending or under way; others are late."""
+        sequence = self._owned(stream, command, command.round)
+        self._acknowledge(sequence, command, command.round)
+        if sequence.pending is None or command.round != sequence.next_round + 1:
+            return
+        checks.check_foreseen(command, sequence, self._limits)
+        sequence.foreseen = Foreseen(command.round, command.outcomes)
+
     def _rollback(self, stream: int, command: Rollback, now: float, events: list[Event]) -> None:
         sequence = self._registry.need(command.sequence_id, command.round)
         if self._is_new_epoch(sequence, command):
@@ -262,7 +301,8 @@ class VerifyMachine:
             sequence.num_prompt_tokens = min(sequence.num_prompt_tokens, command.committed_len)
             sequence.history = TokenHistory(sequence.tokens, sequence.num_prompt_tokens)
             sequence.next_round = command.round
-            sequence.pending, sequence.paused_since = None, now
+            sequence.pending, sequence.paused_since, sequence.turn = None, now, None
+            sequence.foreseen = None
             sequence.results.clear()
             # The new last token is the next root: its row is computed again, for its logits.
             self._residency.cut(sequence, command.committed_len - 1)
@@ -305,18 +345,29 @@ class VerifyMachine:
         now: float,
         step_seconds: float = 0.0,
     ) -> list[Event]:
-        """Commits a finished step, then performs what waited behind it."""
-        sequences, events = self._stepper.retire(works, outcomes, now, step_seconds)
+        """Commits a finished step, then performs what waited behind it.
+
+        A sequence whose logits gave no pick is lost, and said to be; its neighbours go on.
+        """
+        steps = list(zip(works, outcomes, strict=True))
+        good = [(work, found) for work, found in steps if found.tokens.size or not work.samples]
+        sequences, events = self._stepper.retire(
+            [work for work, _ in good], [found for _, found in good], now, step_seconds
+        )
         for sequence in sequences:
             if not sequence.closed:
                 self._offer_features(sequence)
             self._perform_deferred(sequence, now, events)
-        return events
+        unpicked = [work for work, found in steps if work.samples and not found.tokens.size]
+        return events + self._lose(unpicked, NO_PICK, now)
 
     def fail(self, works: Sequence[SequenceWork], message: str, now: float) -> list[Event]:
         """After a step that failed: its sequences are gone, and said to be."""
-        events: list[Event] = []
         self._residency.forget_cached()  # what the device holds is not sure any more
+        return self._lose(works, message, now)
+
+    def _lose(self, works: Sequence[SequenceWork], message: str, now: float) -> list[Event]:
+        events: list[Event] = []
         for sequence in self._stepper.abandon(works):
             if not sequence.closed:
                 events.append(
@@ -366,7 +417,7 @@ class VerifyMachine:
         return command.epoch > sequence.epoch
 
     def _owned(
-        self, stream: int, command: VerifyTree | ReplayFeatures, round_: int = 0
+        self, stream: int, command: VerifyTree | Foresee | ReplayFeatures, round_: int = 0
     ) -> VerifySequence:
         sequence = self._registry.need(command.sequence_id, round_)
         if command.epoch > sequence.epoch:

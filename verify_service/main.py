@@ -40,7 +40,7 @@ class VerifyService(EngineService):
         """Loads and compiles on a thread. Raises StartupError."""
         assembly = await asyncio.to_thread(assemble, self._config)
         loop = VerifyLoop(
-            VerifyMachine(assembly.limits, assembly.budget),
+            VerifyMachine(assembly.limits, assembly.budget, assembly.gate),
             assembly.engine,
             deliver=self._hub.deliver,
             on_features=self._hub.wake_receivers,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from verify_toy import ToyEngine, continuation
+from verify_toy import VOCAB, ToyEngine, continuation
 
 from common.types import DraftTree, ErrorCode, SamplingParams, SequenceState
 from verify_service import commands as c
 from verify_service import events as e
 from verify_service.budget import TreeBudget
+from verify_service.draft_gate import DraftGate
 from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
 from verify_service.step import StepPoint
@@ -516,6 +518,29 @@ def test_failed_step_is_told_and_frees_everything() -> None:
     assert bench.machine.page_counts.available == 32
 
 
+def test_sequence_without_a_pick_is_lost_alone() -> None:
+    """NaN logits: the device emits nothing for it and commits nothing."""
+    bench = Bench()
+    bench.open()
+    bench.open(B)
+    plan = bench.launch()
+    first, second = bench.engine.run(plan.works)
+    nothing = np.zeros(0, np.int32)
+    broken = replace(
+        first, tokens=nothing, margins=np.zeros(0, np.float32), accepted_nodes=nothing,
+        num_committed=0, features=None,
+    )  # fmt: skip
+    events = bench.machine.retire(plan.works, [broken, second], 0.0, 0.01)
+    bench.machine.check_balance()
+    (lost,) = [event for event in events if isinstance(event, e.Failed)]
+    assert (lost.sequence_id, lost.code) == (A, ErrorCode.INTERNAL)
+    assert "no pick: not a number" in lost.message
+    assert result(events).tokens == tuple(REFERENCE[:1])
+    assert bench.machine.num_sequences == 1
+    bench.open()  # and may come again
+    assert result([x for x in bench.steps() if x.sequence_id == A]).tokens == (REFERENCE[0],)
+
+
 def test_sequence_in_a_launched_step_is_never_put_out() -> None:
     bench = Bench(num_pages=5, pause_seconds=0.0)
     bench.open(A, max_total_tokens=16)
@@ -564,6 +589,30 @@ def test_budget_cuts_what_does_not_pay_and_changes_no_token() -> None:
         done = result(bench.land(plan))
         assert plan.num_offered == 3
         assert (done.num_nodes, list(done.tokens)) == (1, [REFERENCE[kv_len - 4]])
+
+
+def test_results_say_whether_trees_pay_by_the_time_between_them() -> None:
+    """Rounds with a tree take four seconds and give one token, roots alone one."""
+    bench = Bench(max_context_len=400, num_pages=100)
+    bench.machine = VerifyMachine(bench.limits, gate=DraftGate())
+    bench.machine.connect(1)
+    bench.open(max_total_tokens=300)
+    bench.steps()
+    truth, advice, wants_tree = continuation(PROMPT, 300), [], True
+    for round_ in range(1, 80):
+        here = round_ - 1
+        wrong = (truth[here + 1] + 1) % VOCAB
+        draft = tree(truth[here], (wrong, 0)) if wants_tree else tree(truth[here])
+        bench.now += 4.0 if wants_tree else 1.0
+        bench.do(verify(round_, 5 + here, draft, acked=round_ - 1))
+        (done,) = [x.result for x in bench.steps() if isinstance(x, e.RoundDone)]
+        assert list(done.tokens) == [truth[here + 1]]
+        wants_tree = done.wants_tree
+        advice.append(wants_tree)
+    assert advice[0]
+    assert not any(advice[-40:])
+    assert bench.machine.wants_trees is False
+    assert bench.machine.num_draft_probes == 1
 
 
 def test_budget_learns_by_a_probe_that_trees_pay() -> None:
