@@ -135,6 +135,8 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
 
 def scored_nodes(works: Sequence[SequenceWork]) -> list[slice]:
     """Where the scored rows of each work stand among the nodes: behind all trees."""
+    if not any(work.num_scored for work in works):
+        return [slice(0, 0)] * len(works)
     places = []
     first = sum(work.num_nodes for work in works)
     for work in works:
@@ -178,19 +180,21 @@ def _pack_options(v: dict[str, npt.NDArray[np.generic]], slot: int, work: Sequen
 def _offsets(work: SequenceWork) -> npt.NDArray[np.int32]:
     """Position of each row of a block relative to its first."""
     offsets = np.arange(work.num_rows, dtype=np.int32)
-    for row in range(work.num_causal, work.num_rows):
-        offsets[row] = offsets[work.parents[row]] + 1
+    offsets[work.num_causal :] = work.tree_depths()
+    offsets[work.num_causal :] += work.num_causal - 1
     return offsets
 
 
 def _ancestor_words(work: SequenceWork, num_words: int) -> npt.NDArray[np.uint32]:
     """uint32 [tree nodes below the root, W]: bit k stands for block row num_causal + k."""
     causal = work.num_causal
-    count = work.num_rows - causal
-    words = np.zeros((count, num_words), np.uint32)
-    for node in range(count):
-        parent = int(work.parents[causal + node]) - causal
-        if parent >= 0:
-            words[node] = words[parent]
-        words[node, node // 32] |= np.uint32(1 << (node % 32))
-    return words
+    if work.num_rows == causal:
+        return np.zeros((0, num_words), np.uint32)
+    masks: list[int] = []  # of any length; Python's own numbers, for numpy's are slow
+    for node, parent in enumerate(work.parents[causal:].tolist()):
+        above = masks[parent - causal] if parent >= causal else 0
+        masks.append(above | 1 << node)
+    words = [
+        [mask >> shift & 0xFFFFFFFF for shift in range(0, 32 * num_words, 32)] for mask in masks
+    ]
+    return np.array(words, np.uint32)

@@ -37,8 +37,9 @@ def cut_outcomes(
         path = small["accepted"][slot, :count] - node
         rows = None
         if features is not None and work.wants_features:
-            causal = np.arange(row, row + work.num_causal)
-            rows = features[np.concatenate([causal, row + work.num_causal - 1 + path])]
+            last = row + work.num_causal
+            committed = [*range(row, last), *(last - 1 + node for node in path.tolist())]
+            rows = features[committed]
         prompt_logprobs: tuple[float, ...] = ()
         if prompt is not None and work.num_scored:
             prompt_logprobs = tuple(prompt["logprobs"][scored].tolist())

@@ -79,10 +79,17 @@ class SequenceWork:
     @property
     def max_depth(self) -> int:
         """Depth of the deepest tree node below the root: rows that may be committed beyond it."""
-        depths = np.zeros(self.num_rows, np.int32)
-        for row in range(self.num_causal, self.num_rows):
-            depths[row] = depths[self.parents[row]] + 1
-        return int(depths.max())
+        return max(self.tree_depths(), default=0)
+
+    def tree_depths(self) -> list[int]:
+        """Of the rows behind the causal ones: 1 below the root."""
+        first = self.num_causal
+        if self.num_rows == first:
+            return []
+        depths: list[int] = []
+        for parent in self.parents[first:].tolist():  # Python's own numbers: numpy's are slow
+            depths.append(depths[parent - first] + 1 if parent >= first else 1)
+        return depths
 
     def validate(self, vocab_size: int, page_size: int) -> None:
         """Raises ValueError naming the first rule that the work breaks, with value and limit."""
