@@ -390,6 +390,19 @@ ENGINES = Board(
             limit=0.9,
         ),
         Panel(
+            question="What share of tokens is found computed?",
+            queries=[
+                Query(
+                    expr=f"{rate(f'{service}_prefix_cache_hit_tokens_total')}"
+                    f" / {rate(f'{service}_prefix_cache_query_tokens_total')}",
+                    legend=name,
+                )
+                for service, name in ((V, "verify"), (D, "draft"))
+            ],
+            unit="percentunit",
+            note="Of prompts, and of what is computed again after a preemption.",
+        ),
+        Panel(
             question="Is anything put out for want of memory?",
             queries=[
                 Query(expr=rate(f"{V}_preemptions_total"), legend="verify"),
