@@ -105,6 +105,7 @@ def _limits(config: DraftConfig, head: HeadConfig) -> DraftLimits:
         max_step_sequences=config.max_step_sequences,
         max_draft_rows=config.max_draft_tokens,
         max_extend_rows=config.max_extend_tokens,
+        shared_noise=config.shared_noise,
         max_outcomes=config.draft_ahead,
         recent_rows=config.recent_feature_rows,
         max_waiting_bytes=config.feature_memory_bytes,
