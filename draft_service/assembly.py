@@ -37,7 +37,7 @@ class Assembly:
 
 def assemble(config: DraftConfig) -> Assembly:
     """The warm engine and what is said of it. Raises StartupError with one line."""
-    set_up_jax(config.platform, config.compile_cache)
+    set_up_jax(config)
     begun = time.monotonic()
     try:
         identity = target_identity(config.target_directory)

@@ -25,25 +25,25 @@ class DraftService(EngineService):
     names: Sequence[str] = ("canopy.v1.DraftService",)
 
     def __init__(self, config: DraftConfig, metrics: Metrics) -> None:
-        self._config = config
+        self._settings = config
         self._metrics = DraftMetrics(metrics, config.tree, config.max_extend_tokens)
         self._hub = StreamHub(config.feature_memory_bytes)
         self._servicer = DraftServicer(self._hub, config.tree)
-        super().__init__("draft", self._hub)
+        super().__init__(config, metrics, self._hub)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._servicer.register(server)
 
     async def start(self, health: Health) -> None:
         """Loads and compiles on a thread. Raises StartupError."""
-        assembly = await asyncio.to_thread(assemble, self._config)
+        assembly = await asyncio.to_thread(assemble, self._settings)
         loop = DraftLoop(
             DraftMachine(assembly.limits),
             assembly.engine,
             deliver=self._hub.deliver,
             on_room=self._hub.share_credit,
             metrics=self._metrics,
-            gather_seconds=self._config.gather_seconds,
+            gather_seconds=self._settings.gather_seconds,
         )
         self._servicer.loop = loop
         self._servicer.info = assembly.info

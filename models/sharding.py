@@ -27,8 +27,15 @@ _BY_INPUT = ("o", "down")  # kernel [in, out] split at `in`; the bias comes afte
 
 
 def model_mesh(num_shards: int) -> Mesh:
-    """The first `num_shards` devices as one axis. Raises ModelError if there are fewer."""
+    """The first `num_shards` devices as one axis. Raises ModelError if there are fewer, or if there
+    are more and they belong to several hosts, one of which would have no part.
+    """
     devices = jax.devices()
+    if jax.process_count() > 1 and num_shards < len(devices):
+        raise ModelError(
+            f"tensor_parallel: {num_shards} chips asked for, but the slice's hosts have"
+            f" {len(devices)}; use them all"
+        )
     if num_shards > len(devices):
         raise ModelError(
             f"tensor_parallel: {num_shards} chips asked for, and {len(devices)} are here; ask for"

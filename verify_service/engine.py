@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from common.group.leader import Leader, in_step
+from common.group.wire import Array
 from common.log import get_logger
 from common.types import TopLogprobs
 from kernels.backend import Backend
@@ -22,7 +24,7 @@ from models.config import TargetConfig
 from models.layers import Params
 from models.sharding import PAGES_SPEC
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
-from verify_service.program import DeviceState, SplitStep, StepParts, WholeStep
+from verify_service.program import DeviceState, SplitStep, StepOutput, StepParts, WholeStep
 from verify_service.slots import Slots
 from verify_service.step import SequenceOutcome, SequenceWork
 
@@ -78,7 +80,9 @@ class EngineConfig:
 
 
 class DeviceEngine:
-    """Implements `step.VerifyEngine`. Called from one thread."""
+    """Implements `step.VerifyEngine`; on the further hosts of a slice, `common.group.life`'s
+    FollowingEngine. Called from one thread.
+    """
 
     def __init__(
         self,
@@ -86,9 +90,13 @@ class DeviceEngine:
         params: Params,
         config: EngineConfig,
         mesh: Mesh | None = None,
+        group: Leader | None = None,
     ) -> None:
-        """`mesh`: where `params` are split over chips (`models.target.load_target`)."""
+        """`mesh`: where `params` are split over chips (`models.target.load_target`). `group`: of
+        the leader of several hosts, who are told of everything that runs on all their devices.
+        """
         self.target, self.config = target, config
+        self._group = group
         self._params = params
         self._mesh = mesh if target.num_shards > 1 else None
         shape = pages_shape(
@@ -100,7 +108,7 @@ class DeviceEngine:
         )
         where = None if self._mesh is None else NamedSharding(self._mesh, PAGES_SPEC)
         self._pages = jnp.zeros(shape, target.dtype, device=where)
-        self._slots = Slots(config.max_sequences, target.vocab_size, self._mesh)
+        self._slots = Slots(config.max_sequences, target.vocab_size, self._mesh, group)
         self.pages_bytes = pages_bytes(shape, target.dtype)
         self._buckets = config.buckets()
         self._programs: dict[Bucket, Step] = {}
@@ -121,19 +129,29 @@ class DeviceEngine:
             return []
         bucket = self._bucket_for(works)
         buffer = pack(works, self.config.shape, bucket)
-        program = self._program(bucket)
-        self._slots.prepare(works)
-        out = program(DeviceState(self._pages, self._slots.state), buffer)
-        self._pages, self._slots.state = out.state
-        wanted = any(work.wants_features for work in works)
-        if wanted:
-            out.features.copy_to_host_async()
-        wants_top = any(work.sampling.top_logprobs for work in works)
-        accepted = jax.device_get(out.small | out.top if wants_top else out.small)
-        rows = np.asarray(out.features) if wanted else None
-        outcomes = _outcomes(works, accepted, rows)
+        with in_step(self._group):
+            self._slots.prepare(works)
+            if self._group is not None:
+                number = np.array(self._buckets.index(bucket), np.int32)
+                self._group.tell("step", number, buffer)
+            out = self._run_program(bucket, buffer)
+            outcomes = _fetch(works, out)
         self._slots.note(works, outcomes)
         return outcomes
+
+    def follow(self, operation: str, arrays: Sequence[Array]) -> None:
+        """See `common.group.life.FollowingEngine`."""
+        if operation == "slot":
+            self._slots.set(*arrays)
+        else:
+            number, buffer = arrays
+            out = self._run_program(self._buckets[int(number)], buffer)
+            jax.block_until_ready(out.small)
+
+    def _run_program(self, bucket: Bucket, buffer: Array) -> StepOutput:
+        out = self._program(bucket)(DeviceState(self._pages, self._slots.state), buffer)
+        self._pages, self._slots.state = out.state
+        return out
 
     def _bucket_for(self, works: Sequence[SequenceWork]) -> Bucket:
         """The smallest bucket that holds the works. Raises ValueError naming what is too large."""
@@ -187,6 +205,16 @@ class DeviceEngine:
         _logger.info("compiled", rows=bucket.num_rows, nodes=bucket.num_nodes, seconds=seconds)
         self._programs[bucket] = program
         return program
+
+
+def _fetch(works: Sequence[SequenceWork], out: StepOutput) -> list[SequenceOutcome]:
+    """The step's results on the host: one transfer, and another where features are wanted."""
+    wanted = any(work.wants_features for work in works)
+    if wanted:
+        out.features.copy_to_host_async()
+    wants_top = any(work.sampling.top_logprobs for work in works)
+    accepted = jax.device_get(out.small | out.top if wants_top else out.small)
+    return _outcomes(works, accepted, np.asarray(out.features) if wanted else None)
 
 
 def _outcomes(

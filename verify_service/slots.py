@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from common.group.leader import Leader
+from common.group.wire import Array
 from kernels.adjust_logits.api import empty_state, seen_row
 from kernels.adjust_logits.types import SlotState
 from models.sharding import WHOLE_SPEC
@@ -30,10 +32,13 @@ def _set(state: SlotState, slot: jax.Array, seen: jax.Array, bias: jax.Array) ->
 class Slots:
     """`state` belongs to whoever runs steps: a step takes it and gives the next one back."""
 
-    def __init__(self, num_slots: int, vocab_size: int, mesh: Mesh | None) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, mesh: Mesh | None, group: Leader | None = None
+    ) -> None:
         self.state = empty_state(num_slots, vocab_size)
         if mesh is not None:
             self.state = jax.device_put(self.state, NamedSharding(mesh, WHOLE_SPEC))
+        self._group = group
         self._vocab_size = vocab_size
         self._known: dict[int, tuple[TokenHistory, int]] = {}  # slot -> whose, and its rows so far
         seen, bias = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, np.float32)
@@ -62,7 +67,14 @@ class Slots:
         for token, value in work.sampling.logit_bias:
             bias[token] = value
         seen = seen_row(prompt, answer, self._vocab_size)
-        self.state = SlotState(*self._set(self.state, np.int32(work.slot), seen, bias))
+        slot = np.array(work.slot, np.int32)
+        if self._group is not None:
+            self._group.tell("slot", slot, seen, bias)
+        self.set(slot, seen, bias)
+
+    def set(self, slot: Array, seen: Array, bias: Array) -> None:
+        """Sets one slot; every host of a slice must."""
+        self.state = SlotState(*self._set(self.state, slot, seen, bias))
 
 
 def root_nodes(node_parents: jax.Array, node_sequence: jax.Array, batch: int) -> jax.Array:
