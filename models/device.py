@@ -47,7 +47,7 @@ def set_up_jax(config: DeviceConfig) -> None:
 
 def leave_hosts() -> None:
     """Takes this process's devices out of the group, before the leader and its coordinator go."""
-    jax.distributed.shutdown()
+    jax.distributed.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _join_hosts(config: DeviceConfig) -> None:

@@ -146,7 +146,7 @@ class DeviceEngine:
         else:
             number, buffer = arrays
             out = self._run_program(self._buckets[int(number)], buffer)
-            jax.block_until_ready(out.small)
+            jax.block_until_ready(out.small)  # type: ignore[no-untyped-call]
 
     def _run_program(self, bucket: Bucket, buffer: Array) -> StepOutput:
         out = self._program(bucket)(DeviceState(self._pages, self._slots.state), buffer)

@@ -35,9 +35,9 @@ class Slots:
     def __init__(
         self, num_slots: int, vocab_size: int, mesh: Mesh | None, group: Leader | None = None
     ) -> None:
-        self.state = empty_state(num_slots, vocab_size)
-        if mesh is not None:
-            self.state = jax.device_put(self.state, NamedSharding(mesh, WHOLE_SPEC))
+        where = None if mesh is None else NamedSharding(mesh, WHOLE_SPEC)
+        empty = jax.jit(lambda: empty_state(num_slots, vocab_size), out_shardings=where)
+        self.state = SlotState(*empty())
         self._group = group
         self._vocab_size = vocab_size
         self._known: dict[int, tuple[TokenHistory, int]] = {}  # slot -> whose, and its rows so far

@@ -43,6 +43,9 @@ class Kind(enum.IntEnum):
     FAILED = 10  # either: text, why
 
 
+_KINDS = frozenset(Kind)
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """Something that every host's engine does at the same place of the sequence."""
@@ -78,8 +81,8 @@ def operation_frame(name: str, arrays: Sequence[Array]) -> bytes:
 def read_frame(stream: BufferedReader) -> tuple[Kind, bytes]:
     """The next frame. Raises EOFError at the end, OSError, or WireError."""
     size, kind = _HEADER.unpack(_exactly(stream, _HEADER.size))
-    if not 1 <= size <= MAX_FRAME_BYTES or kind not in Kind:
-        raise WireError(f"a frame of kind {kind} and {size} bytes")
+    if not 1 <= size <= MAX_FRAME_BYTES or kind not in _KINDS:
+        raise WireError("bytes that are no frame of a slice's hosts")
     return Kind(kind), _exactly(stream, size - 1)
 
 
