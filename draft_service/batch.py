@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from common.packing import Field, Packing
 from common.types import DraftTree
+from draft_service.feature_words import put_rows
 from draft_service.step import SequenceWork
 
 Int32Buffer = npt.NDArray[np.int32]
@@ -27,8 +28,10 @@ class Bucket:
     num_rows: int  # R
     drafts: bool
 
-    def packing(self, pages_per_sequence: int, num_last_rows: int) -> Packing:
-        """The step's one transfer beside the features. `num_last_rows`: B, or more on TPU."""
+    def packing(self, pages_per_sequence: int, num_last_rows: int, feature_words: int) -> Packing:
+        """The step's one transfer. `num_last_rows`: B, or more on TPU; `feature_words`: of a row
+        (draft_service/feature_words.py).
+        """
         b, r = self.num_sequences, self.num_rows
         return Packing(
             Field("tokens", (r,)),
@@ -39,15 +42,15 @@ class Bucket:
             Field("kv_lens", (b,)),
             Field("last_rows", (num_last_rows,)),
             Field("page_table", (b, pages_per_sequence)),
+            Field("features", (r, feature_words), "uint32"),
         )
 
 
-def pack(
-    works: Sequence[SequenceWork], packing: Packing, bucket: Bucket, features: npt.NDArray[Any]
-) -> Int32Buffer:
-    """The buffer of `packing`, slot i = work i; fills `features` [R, F], zero beyond the rows."""
+def pack(works: Sequence[SequenceWork], packing: Packing, bucket: Bucket) -> Int32Buffer:
+    """The buffer of `packing`, slot i = work i."""
     buffer = np.zeros(packing.size, np.int32)
     v = packing.views(buffer)
+    features: Any = v["features"]
     row = 0
     for slot, work in enumerate(works):
         n = work.num_rows
@@ -57,14 +60,13 @@ def pack(
         v["row_sequence"][rows] = slot
         v["kv_lens"][slot] = work.kv_len
         v["page_table"][slot, : work.page_ids.size] = work.page_ids
-        features[rows] = work.features
+        put_rows(work.features, features[rows])
         row += n
         v["starts"][slot + 1] = row
         if bucket.drafts:
             v["last_rows"][slot] = row - 1
     v["starts"][len(works) + 1 :] = row
     v["num_live"][:] = (len(works), row)
-    features[row:] = 0
     return buffer
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from common.types import TreeShape
-from draft_service.scoring import score
+from draft_service.scoring import best_tokens, score
 from kernels.backend import Backend
 from kernels.build_tree.api import build_tree
 from kernels.build_tree.types import BuiltTree
@@ -94,7 +94,7 @@ def expand(
     batch, k = last_states.shape[0], shape.top_k
     num_rows = max(1, shape.max_depth - 1) * k  # that the head runs on: all but the deepest
     num_words = -(-num_rows // 32)
-    scores, tokens = _children(config, params, last_logits, k)
+    scores, tokens = best_tokens(config, params, last_logits, k)
     frontier = Frontier(
         tokens=tokens,
         scores=scores,
@@ -102,7 +102,7 @@ def expand(
         states=jnp.broadcast_to(last_states[:, None], (batch, k, last_states.shape[1])),
         bits=jnp.broadcast_to(_own_bits(0, k, num_words), (batch, k, num_words)),
     )
-    spec = config.attention
+    spec = config.local_attention
     rows_shape = (config.num_layers, batch, num_rows, spec.num_kv_heads, 2 * spec.head_dim)
 
     def next_level(carry: Level, level: jax.Array) -> tuple[Level, Candidates]:
@@ -142,7 +142,7 @@ def _expand_level(
     batch, k = frontier.tokens.shape
     outs, rows = _run(config, params, prefix, carry, level, backend, chip)
     logits = score(config, params, outs.reshape(batch * k, -1))
-    logps, tokens = _children(config, params, logits, k)
+    logps, tokens = best_tokens(config, params, logits, k)
     scores = frontier.scores[:, :, None] + logps.reshape(batch, k, k)
     children = Candidates(
         scores.reshape(batch, k * k),
@@ -150,20 +150,6 @@ def _expand_level(
         tokens.reshape(batch, k * k),
     )
     return Level(_next_frontier(frontier, children, outs, level), rows), children
-
-
-def _children(
-    config: HeadConfig, params: Params, logits: jax.Array, top_k: int
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities float32 and target ids int32 [N, K] of the best next tokens.
-
-    The top-k is of the 2-D logits, the fast call on every device, and no vocabulary-wide softmax is
-    written out. Not a number counts as impossible, so that it cannot take a better one's place.
-    """
-    best, ids = lax.top_k(logits, top_k)
-    logps = best - jax.nn.logsumexp(logits, axis=1, keepdims=True)
-    logps = jnp.where(jnp.isnan(logps), -jnp.inf, logps)
-    return logps, jnp.take(params["draft_to_target"], ids, axis=0, mode="clip")
 
 
 def _run(

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import grpc.aio
 
 from common.engine_service import EngineService
+from common.group.life import FollowingEngine, run_follower
 from common.metrics import Metrics
 from common.server import Health, run_service
-from draft_service.assembly import assemble
+from draft_service.assembly import assemble, build_engine, facts_of
 from draft_service.config import DraftConfig
 from draft_service.loop import DraftLoop
 from draft_service.machine import DraftMachine
 from draft_service.metrics import DraftMetrics
 from draft_service.service import DraftServicer
 from draft_service.streams import StreamHub
+from models.device import leave_hosts
 
 
 class DraftService(EngineService):
@@ -35,8 +38,9 @@ class DraftService(EngineService):
         self._servicer.register(server)
 
     async def start(self, health: Health) -> None:
-        """Loads and compiles on a thread. Raises StartupError."""
-        assembly = await asyncio.to_thread(assemble, self._settings)
+        """Waits for the other hosts, loads and compiles, on threads. Raises StartupError."""
+        group = await self._gather()
+        assembly = await asyncio.to_thread(assemble, self._settings, group)
         loop = DraftLoop(
             DraftMachine(assembly.limits),
             assembly.engine,
@@ -54,4 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the service; returns its exit code. Raises StartupError."""
     config = DraftConfig.load(argv)
     metrics = Metrics("draft")
+    if config.host_id:
+        return run_follower(config, metrics, lambda: _build_follower(config), leave_hosts)
     return run_service(DraftService(config, metrics), config, metrics)
+
+
+def _build_follower(config: DraftConfig) -> tuple[FollowingEngine, dict[str, Any]]:
+    engine, identity = build_engine(config)
+    return engine, facts_of(config, engine, identity)

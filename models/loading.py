@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from models.checkpoint import Checkpoint, HostArray, TensorEntry
 from models.config import TargetConfig
 from models.families import family_named
-from models.sharding import global_shape, parameter_spec, share_of, split_axis
+from models.sharding import Split, global_shape, parameter_spec, share_of, split_axis
 
 MAX_BLOCK_BYTES = 64 << 20
 
@@ -81,11 +81,7 @@ def _place(
         [(_, buffer)] = _filled(leaf, entries, config, [0])
         array: jax.Array = jax.device_put(buffer)
         return array.block_until_ready()
-    here = [
-        (shard, device)
-        for shard, device in enumerate(mesh.devices.flat)
-        if device.process_index == jax.process_index()
-    ]
+    here = _of_this_host(mesh)
     is_split = split_axis(leaf.path) is not None
     buffers = dict(
         _filled(leaf, entries, config, [shard for shard, _ in here] if is_split else [0])
@@ -95,8 +91,40 @@ def _place(
         buffer = buffers.pop(shard) if is_split else buffers[0]
         parts.append(jax.device_put(buffer, device).block_until_ready())
         del buffer
-    sharding = NamedSharding(mesh, parameter_spec(leaf.path))
-    whole = global_shape(config, leaf.path, leaf.shape)
+    return _joined(parts, leaf.path, leaf.shape, config, mesh)
+
+
+def place_whole(
+    host: HostArray, path: Path, shape: tuple[int, ...], config: Split, mesh: Mesh | None
+) -> jax.Array:
+    """A tensor that is on the host as one, cut for the chips; `shape`: of one chip's part."""
+    if mesh is None:
+        array: jax.Array = jax.device_put(host)
+        return array.block_until_ready()
+    parts = []
+    for shard, device in _of_this_host(mesh):
+        part, share = host, share_of(config, path, shape, shard)
+        if share is not None:
+            part = np.zeros(shape, host.dtype)
+            offset = [0] * host.ndim
+            offset[share.axis] = share.start
+            _copy_common(part, offset, host, [0] * host.ndim)
+        parts.append(jax.device_put(part, device).block_until_ready())
+    return _joined(parts, path, shape, config, mesh)
+
+
+def _of_this_host(mesh: Mesh) -> list[tuple[int, jax.Device]]:
+    """(shard, device) of the chips that this process has."""
+    own = jax.process_index()
+    return [(i, chip) for i, chip in enumerate(mesh.devices.flat) if chip.process_index == own]
+
+
+def _joined(
+    parts: list[jax.Array], path: Path, shape: tuple[int, ...], config: Split, mesh: Mesh
+) -> jax.Array:
+    """One array of the parts on this host's chips, and those on the others'."""
+    sharding = NamedSharding(mesh, parameter_spec(path))
+    whole = global_shape(config, path, shape)
     return jax.make_array_from_single_device_arrays(whole, sharding, parts)
 
 

@@ -97,16 +97,26 @@ class Follower:
             connection.settimeout(None)  # others may be long in coming
             kind, body = read_frame(stream)
         except (OSError, EOFError, WireError):
+            kind, body = Kind.FAILED, b""
+        if kind is not Kind.WELCOME:
+            stream.close()
             connection.close()
-            return False
         if kind is Kind.REFUSED:
-            connection.close()
             raise StartupError(f"the leader refuses host {self._terms.host_id}: {body.decode()}")
+        if kind is not Kind.WELCOME:
+            return False
         connection.settimeout(SILENCE_SECONDS)
         self._connection, self._stream = connection, stream
-        return kind is Kind.WELCOME
+        return True
 
     def _listen(self) -> None:
+        with self._stream:
+            reason = self._hear_out()
+        if reason is not None:
+            self._lose(reason)
+
+    def _hear_out(self) -> str | None:
+        """Takes what the leader says, to the end; returns why it is one, None if in peace."""
         reason = "it said nothing of ours"
         try:
             while True:
@@ -118,17 +128,16 @@ class Follower:
                 elif kind is Kind.END:
                     self._over = True
                     self._queue.put(None)
-                    return
+                    return None
                 elif kind is Kind.FAILED:
-                    self._lose(body.decode(errors="replace"))
-                    return
+                    return body.decode(errors="replace")
                 else:
                     break
         except TimeoutError:
             reason = f"it has been silent for {SILENCE_SECONDS:.0f} s"
         except (OSError, EOFError, WireError) as error:
             reason = str(error)
-        self._lose(f"the leader of the slice is gone: {reason}")
+        return f"the leader of the slice is gone: {reason}"
 
     def _lose(self, reason: str) -> None:
         if not self._over:

@@ -186,12 +186,13 @@ class Leader:
 
     def _admit(self, connection: socket.socket, peer: str, missing: set[int]) -> _Member | None:
         """The follower behind a new connection, if it fits."""
+        stream = tune(connection, SILENCE_SECONDS)
         try:
-            stream = tune(connection, SILENCE_SECONDS)
             kind, body = read_frame(stream)
             hello = read_json(body) if kind is Kind.HELLO else {}
         except (OSError, EOFError, WireError) as error:
             _logger.warning("no host of this slice", peer=peer, reason=str(error))
+            stream.close()
             connection.close()
             return None
         host_id = hello.get("host_id")
@@ -209,11 +210,17 @@ class Leader:
         _logger.warning("a host was refused", peer=peer, host_id=host_id, reason=reason)
         with suppress(OSError):
             connection.sendall(frame(Kind.REFUSED, reason.encode()))
+        stream.close()
         connection.close()
         return None
 
     def _listen(self, member: _Member) -> None:
         """A thread for each follower."""
+        with member.stream:
+            self._lose(member, self._hear_out(member))
+
+    def _hear_out(self, member: _Member) -> str:
+        """Takes what a follower says, to the end; returns why it is one."""
         reason = "it said nothing of ours"
         try:
             while True:
@@ -234,7 +241,7 @@ class Leader:
             reason = f"it has been silent for {SILENCE_SECONDS:.0f} s"
         except (OSError, EOFError, WireError) as error:
             reason = str(error)
-        self._lose(member, reason)
+        return reason
 
     def _ping(self) -> None:
         """So that a follower hears something while nothing is done, and answers."""
@@ -254,6 +261,7 @@ class Leader:
                 self._over = True
                 self._reason = f"host {member.host_id} of the slice is gone: {reason}"
             self._changed.notify_all()
+        member.close()
         if first and self._reason is not None:
             self._to_all(frame(Kind.FAILED, self._reason.encode()))
             self.on_lost(self._reason)
