@@ -4,11 +4,13 @@
         --output runs/layers --set optimiser.total_steps=400
 
 A variant is a number of layers and a convention: A feeds [embedding, hidden] to every layer, B to
-the first alone. Each is trained by the same recipe (`canopy head train`), one after another, so
-that batches, order and schedule are equal; then its trees are replayed on the target's own greedy
-answers (`canopy head check`). A variant whose run has ended is not trained again. Beside acceptance
-stand the time of a training step and of growing one tree, both of this machine. The last line is
-JSON.
+the first alone. `1Ax1.5` is trained for one and a half times the recipe's steps: what one layer
+makes of the time that more layers take. Each is trained by the same recipe (`canopy head train`),
+one after another, so that batches, order and schedule are equal; then its trees are replayed on the
+target's own greedy answers (`canopy head check`). With `head.init_from` in the recipe every variant
+starts from that head, the added layers as the identity. A variant whose run has ended is not
+trained again. Beside acceptance stand the time of a training step, and of growing one tree, all
+variants in turn; both of this machine. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -51,10 +53,19 @@ def variant_recipe(arguments: argparse.Namespace, variant: str) -> Recipe:
         if not equals:
             raise StartupError(f"--set: {item!r} must be FIELD=VALUE")
         overrides[field] = yaml.safe_load(value)
-    overrides["head.num_layers"] = int(variant[:-1])
-    overrides["head.fusion"] = FUSIONS[variant[-1]]
+    layers, _, times = variant.partition("x")
+    overrides["head.num_layers"] = int(layers[:-1])
+    overrides["head.fusion"] = FUSIONS[layers[-1]]
     overrides["output"] = str(arguments.output / variant)
-    return load_recipe(arguments.recipe, overrides)
+    recipe = load_recipe(arguments.recipe, overrides)
+    if times:
+        overrides["optimiser.total_steps"] = round(recipe.optimiser.total_steps * float(times))
+        recipe = load_recipe(arguments.recipe, overrides)
+    return recipe
+
+
+def tree_shape(arguments: argparse.Namespace) -> TreeShape:
+    return TreeShape(max_depth=arguments.max_depth, top_k=4, max_nodes=arguments.max_nodes)
 
 
 def measure(arguments: argparse.Namespace, variant: str) -> dict[str, Any]:
@@ -63,7 +74,6 @@ def measure(arguments: argparse.Namespace, variant: str) -> dict[str, Any]:
     head = train(recipe)
     log = [json.loads(line) for line in (recipe.output / "log.jsonl").read_text().splitlines()]
     trained = [entry for entry in log if "loss" in entry]
-    tree = TreeShape(max_depth=arguments.max_depth, top_k=4, max_nodes=arguments.max_nodes)
     suites = {}
     for suite in arguments.suite:
         name, equals, path = suite.partition("=")
@@ -75,7 +85,7 @@ def measure(arguments: argparse.Namespace, variant: str) -> dict[str, Any]:
             prompts=Path(path),
             limit=arguments.limit,
             max_tokens=arguments.max_tokens,
-            tree=tree,
+            tree=tree_shape(arguments),
         )
         found = check_head(settings, lambda line: print(line, file=sys.stderr, flush=True))
         suites[name] = {
@@ -89,30 +99,31 @@ def measure(arguments: argparse.Namespace, variant: str) -> dict[str, Any]:
         "training_seconds": trained[-1]["seconds"],
         "loss": trained[-1]["loss"],
         "validation": [e for e in log if "validation" in e][-1]["validation"],
-        "tree_milliseconds": round(tree_milliseconds(head, recipe.target, tree), 2),
         "suites": suites,
     }
 
 
-def tree_milliseconds(head_directory: Path, target: Path, tree: TreeShape) -> float:
-    """Median time of a step that takes one new pair and grows a tree."""
-    head, params = load_head(head_directory, target)
-    engine = make_engine(head, params, tree, 256)
-    pages = np.arange(engine.config.pages_per_sequence, dtype=np.int32)
-    seconds = []
+def tree_milliseconds(heads: Sequence[Path], target: Path, tree: TreeShape) -> list[float]:
+    """Median time of a step that takes one new pair and grows a tree; the heads in turn."""
+    loaded = [load_head(directory, target) for directory in heads]
+    engines = [make_engine(head, params, tree, 256) for head, params in loaded]
+    pages = np.arange(engines[0].config.pages_per_sequence, dtype=np.int32)
+    seconds = np.zeros((TIMED_TREES, len(heads)))
     for position in range(TIMED_TREES):
-        work = SequenceWork(
-            sequence_id=b"",
-            tokens=np.array([position], np.int32),
-            features=np.ones((1, head.feature_size), head.dtype),
-            kv_len=position,
-            page_ids=pages,
-            drafts=True,
-        )
-        started = time.monotonic()
-        engine.run([work])
-        seconds.append(time.monotonic() - started)
-    return float(np.median(seconds[5:])) * 1e3  # the first ones compile and warm up
+        for number, (engine, (head, _)) in enumerate(zip(engines, loaded, strict=True)):
+            work = SequenceWork(
+                sequence_id=b"",
+                tokens=np.array([position], np.int32),
+                features=np.ones((1, head.feature_size), head.dtype),
+                kv_len=position,
+                page_ids=pages,
+                drafts=True,
+            )
+            started = time.monotonic()
+            engine.run([work])
+            seconds[position, number] = time.monotonic() - started
+    medians = np.median(seconds[5:], axis=0) * 1e3  # the first ones compile and warm up
+    return [round(float(median), 2) for median in medians]
 
 
 def _num_parameters(head: Path, target: Path) -> int:
@@ -127,8 +138,11 @@ def parse_variants(text: str) -> list[str]:
     """Raises StartupError for what is not a number of layers and a convention."""
     variants = text.split(",")
     for variant in variants:
-        if not re.fullmatch(r"[1-8][AB]", variant):
-            raise StartupError(f"--variants: {variant!r} must be 1A to 8A or 1B to 8B")
+        if not re.fullmatch(r"[1-8][AB](x[0-9]+(\.[0-9]+)?)?", variant):
+            raise StartupError(
+                f"--variants: {variant!r} must be 1A to 8A or 1B to 8B, and may end in xSTEPS, a"
+                " multiple of the recipe's steps"
+            )
     return variants
 
 
@@ -138,6 +152,11 @@ def run(arguments: argparse.Namespace) -> int:
     variants = parse_variants(arguments.variants)
     try:
         figures = {variant: measure(arguments, variant) for variant in variants}
+        recipes = [variant_recipe(arguments, variant) for variant in variants]
+        heads = [recipe.output / "head" for recipe in recipes]
+        times = tree_milliseconds(heads, recipes[0].target, tree_shape(arguments))
+        for found, milliseconds in zip(figures.values(), times, strict=True):
+            found["tree_milliseconds"] = milliseconds
     except (ModelError, ValueError, OSError) as error:
         raise StartupError(str(error)) from error
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from typing import Self
 import grpc
 import grpc.aio
 
-from canopy.convert import to_error, to_event, to_generation, to_request
+from canopy.convert import to_error, to_event, to_generation, to_generations, to_request
 from canopy.results import CanopyError, Chunk, Completion, Generation, Options, Prompt
 from canopy.v1 import generation_pb2_grpc
 from common.security import CallerSecurity, aio_channel, sync_channel
@@ -78,7 +78,7 @@ class Client:
         options: Options | None = None,
         timeout_seconds: float | None = None,
     ) -> Iterator[Chunk | Completion]:
-        """Chunks as they become final, then one Completion."""
+        """Chunks as they become final, then one Completion; with `n` one for each choice."""
         request = to_request(prompt, options or Options())
         deadline = _deadline(timeout_seconds)
         attempt, begun = 0, False
@@ -107,6 +107,15 @@ class Client:
     ) -> Generation:
         """The whole answer."""
         return to_generation(list(self.stream(prompt, options, timeout_seconds)))
+
+    def generate_choices(
+        self,
+        prompt: Prompt,
+        options: Options | None = None,
+        timeout_seconds: float | None = None,
+    ) -> list[Generation]:
+        """The whole answers, `options.n` of them."""
+        return to_generations(list(self.stream(prompt, options, timeout_seconds)))
 
     def close(self) -> None:
         self._channel.close()
@@ -145,7 +154,7 @@ class AsyncClient:
         options: Options | None = None,
         timeout_seconds: float | None = None,
     ) -> AsyncIterator[Chunk | Completion]:
-        """Chunks as they become final, then one Completion."""
+        """Chunks as they become final, then one Completion; with `n` one for each choice."""
         request = to_request(prompt, options or Options())
         deadline = _deadline(timeout_seconds)
         attempt, begun = 0, False
@@ -174,6 +183,17 @@ class AsyncClient:
     ) -> Generation:
         """The whole answer."""
         return to_generation(
+            [event async for event in self.stream(prompt, options, timeout_seconds)]
+        )
+
+    async def generate_choices(
+        self,
+        prompt: Prompt,
+        options: Options | None = None,
+        timeout_seconds: float | None = None,
+    ) -> list[Generation]:
+        """The whole answers, `options.n` of them."""
+        return to_generations(
             [event async for event in self.stream(prompt, options, timeout_seconds)]
         )
 

@@ -53,6 +53,7 @@ def to_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     for token in options.stop_token_ids:
         with _named("stop_token_ids", token):
             request.stop_token_ids.append(token)
+    _set(request, "n", options.n)
     _set(request, "max_tokens", options.max_tokens)
     for name in _SAMPLING:
         _set(request.sampling, name, getattr(options, name))
@@ -120,6 +121,7 @@ def to_event(response: pb.GenerateResponse) -> Chunk | Completion:
             tuple(zip(place.tokens, place.logprobs, strict=True)) for place in chunk.top_logprobs
         ),
         round=_to_round(chunk.trace) if chunk.HasField("trace") else None,
+        choice_index=chunk.choice_index,
     )
 
 
@@ -167,19 +169,39 @@ def _to_completion(completion: pb.GenerateCompletion) -> Completion:
             num_root_only_rounds=stats.num_root_only_rounds,
             acceptance_length=stats.acceptance_length,
         ),
+        choice_index=completion.choice_index,
     )
 
 
 def to_generation(events: list[Chunk | Completion]) -> Generation:
-    """A whole answer from a whole stream. Raises CanopyError if it has no end."""
-    chunks = [event for event in events if isinstance(event, Chunk)]
-    if not events or not isinstance(events[-1], Completion):
+    """A whole answer from a whole stream. Raises CanopyError if it has no end, or several."""
+    generations = to_generations(events)
+    if len(generations) > 1:
+        message = f"n: {len(generations)} choices came; ask for them with generate_choices"
+        raise CanopyError("INVALID_ARGUMENT", message, "n")
+    return generations[0]
+
+
+def to_generations(events: list[Chunk | Completion]) -> list[Generation]:
+    """Each choice of a whole stream, in order. Raises CanopyError if one has no end."""
+    by_choice: dict[int, list[Chunk]] = {}
+    completions: dict[int, Completion] = {}
+    for event in events:
+        if isinstance(event, Completion):
+            completions[event.choice_index] = event
+        else:
+            by_choice.setdefault(event.choice_index, []).append(event)
+    if not completions or not by_choice.keys() <= completions.keys():
         raise CanopyError("DATA_LOSS", "the stream ended without a completion")
+    return [_join(by_choice.get(i, []), done) for i, done in sorted(completions.items())]
+
+
+def _join(chunks: list[Chunk], completion: Completion) -> Generation:
     return Generation(
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         pick_margins=tuple(margin for chunk in chunks for margin in chunk.pick_margins),
-        completion=events[-1],
+        completion=completion,
         logprobs=tuple(value for chunk in chunks for value in chunk.logprobs),
         top_logprobs=tuple(place for chunk in chunks for place in chunk.top_logprobs),
         rounds=tuple(chunk.round for chunk in chunks if chunk.round is not None),

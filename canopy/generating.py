@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-key", type=Path, help="PEM file with that certificate's key")
     parser.add_argument("--token-file", type=Path, help="file with the bearer token to send")
     parser.add_argument("--max-tokens", type=int, help="most tokens to generate")
+    parser.add_argument("-n", type=int, help="choices, each a text of its own [1]")
     parser.add_argument("--temperature", type=float, help="0 (the default): always the likeliest")
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def to_options(arguments: argparse.Namespace) -> Options:
     return Options(
+        n=arguments.n,
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -90,8 +92,11 @@ def generate(arguments: argparse.Namespace) -> int:
     security.check("tls_")
     with stoppable(), Client(arguments.address, security=security) as client:
         stream = client.stream(to_prompt(arguments), to_options(arguments), arguments.timeout)
-        completion = show_stream(stream, console, show_trees=arguments.show_trees)
-    if arguments.stats:
+        if (arguments.n or 1) > 1:
+            completions = show_choices(stream, console)
+        else:
+            completions = [show_stream(stream, console, show_trees=arguments.show_trees)]
+    for completion in completions if arguments.stats else ():
         console.print(stats_table(completion))
     return 0
 
@@ -100,6 +105,8 @@ def _check(arguments: argparse.Namespace) -> None:
     """Raises StartupError for what no router can be asked."""
     if arguments.system and arguments.chat is None:
         raise StartupError("system: given without --chat; a plain --prompt has no system message")
+    if arguments.show_trees and (arguments.n or 1) > 1:
+        raise StartupError("show_trees: draws one choice's trees; leave out -n")
     if arguments.timeout is not None and not arguments.timeout > 0:
         raise StartupError(f"timeout: {arguments.timeout:g} s is over at once; give more than 0")
     if not arguments.address:
@@ -121,6 +128,21 @@ def show_stream(
         elif not show_trees:
             console.print(event.text, end="", markup=False)
     raise AssertionError("the client raises when a stream has no completion")
+
+
+def show_choices(stream: Iterator[Chunk | Completion], console: Console) -> list[Completion]:
+    """Prints each choice when it is whole; returns the completions in the order of their ends."""
+    texts: dict[int, str] = {}
+    completions = []
+    for event in stream:
+        index = event.choice_index
+        if isinstance(event, Chunk):
+            texts[index] = texts.get(index, "") + event.text
+            continue
+        console.print(f"--- choice {index} ({event.finish_reason.value})", markup=False)
+        console.print(texts.get(index, ""), markup=False)
+        completions.append(event)
+    return completions
 
 
 def stats_table(completion: Completion) -> Table:

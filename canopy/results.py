@@ -23,6 +23,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class Options:
     """How to generate. None: the server's default, as named in protos/canopy/v1."""
 
+    n: int | None = None  # choices
     max_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -87,6 +88,7 @@ class Chunk:
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
     round: Round | None = None
+    choice_index: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """How a generation ended; always the last of its stream."""
+    """How a generation ended; always the last of its choice."""
 
     request_id: str
     finish_reason: FinishReason
@@ -127,11 +129,12 @@ class Completion:
     seed: int
     timings: Timings
     speculation: Speculation
+    choice_index: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A whole answer."""
+    """A whole answer, or one choice of it."""
 
     text: str
     token_ids: tuple[int, ...]

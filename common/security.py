@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class ServerTls:
     def credentials(self) -> grpc.ServerCredentials:
         """Raises StartupError naming the file that cannot be used."""
         _check_pair(self.cert, self.key, "tls")
-        held = _Held([self.cert, self.key, *([self.client_ca] if self.client_ca else [])])
+        held = Held([self.cert, self.key, *([self.client_ca] if self.client_ca else [])])
         present = self._configuration()
 
         def fetch() -> grpc.ServerCertificateConfiguration:
@@ -74,12 +74,16 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallerSecurity:
-    """What a caller shows and trusts. `ca` None: no TLS. Files are read with each new channel."""
+    """What a caller shows and trusts. `ca` None: no TLS. Files are read with each new channel.
+
+    `server_name`: what the server's certificate must be for; empty: the host that is called.
+    """
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
     token_file: Path | None = None
+    server_name: str = ""
 
     def check(self, prefix: str) -> None:
         """Raises StartupError for what cannot be used. `prefix`: of the settings' names."""
@@ -110,6 +114,11 @@ class CallerSecurity:
             return ()
         return ((AUTHORIZATION, f"Bearer {read_tokens(self.token_file)[0]}"),)
 
+    @property
+    def options(self) -> list[tuple[str, Any]]:
+        """Of a channel with TLS."""
+        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+
 
 def aio_channel(
     address: str, security: CallerSecurity, options: Sequence[tuple[str, Any]]
@@ -117,7 +126,7 @@ def aio_channel(
     credentials = security.credentials
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=[*options, *security.options])
 
 
 def sync_channel(
@@ -126,32 +135,49 @@ def sync_channel(
     credentials = security.credentials
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, credentials, options=options)
+    return grpc.secure_channel(address, credentials, options=[*options, *security.options])
 
 
 def read_tokens(file: Path) -> list[str]:
-    """One token a line; empty lines and those that begin with # are left out. StartupError."""
-    text = _read(file, "token_file").decode(errors="replace")
-    lines = (line.strip() for line in text.splitlines())
-    tokens = [line for line in lines if line and not line.startswith("#")]
-    if not tokens:
-        raise StartupError(f"token_file: {file} has no token; write one a line")
-    if any(len(token) < MIN_TOKEN_CHARACTERS or not _is_token(token) for token in tokens):
-        raise StartupError(
-            f"token_file: a token in {file} is shorter than {MIN_TOKEN_CHARACTERS} characters or"
-            " not plain ASCII without spaces; make one with `openssl rand -hex 32`"
-        )
-    return tokens
+    """Of `read_named_tokens`, the tokens alone."""
+    return list(read_named_tokens(file))
 
 
-def caller_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """A name for who calls: the same for the same token, empty without one. It says nothing of the
-    token.
+def read_named_tokens(file: Path) -> dict[str, str]:
+    """Tokens and whose they are: a line is `TOKEN` or `TOKEN NAME`, and several tokens may have one
+    name; empty lines and those that begin with # are left out. Raises StartupError.
     """
-    value = dict(metadata or ()).get(AUTHORIZATION)
-    if not value:
-        return ""
-    return hashlib.sha256(value if isinstance(value, bytes) else value.encode()).hexdigest()[:32]
+    text = _read(file, "token_file").decode(errors="replace")
+    lines = (line.split() for line in text.splitlines())
+    named = [line for line in lines if line and not line[0].startswith("#")]
+    if not named:
+        raise StartupError(f"token_file: {file} has no token; write one a line")
+    for token, *names in named:
+        if len(token) < MIN_TOKEN_CHARACTERS or not _is_token(token):
+            raise StartupError(
+                f"token_file: a token in {file} is shorter than {MIN_TOKEN_CHARACTERS} characters"
+                " or not plain ASCII without spaces; make one with `openssl rand -hex 32`"
+            )
+        if len(names) > 1 or not all(map(_is_token, names)):
+            raise StartupError(
+                f"token_file: a line of {file} has more than a token and a name of plain ASCII;"
+                " write TOKEN NAME"
+            )
+    return {token: "".join(names) for token, *names in named}
+
+
+def as_text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode(errors="replace")
+
+
+def shown_digest(authorization: str) -> bytes:
+    """Of the bearer token in this metadata; empty without one."""
+    scheme, _, token = authorization.partition(" ")
+    return token_digest(token) if scheme.lower() == "bearer" else b""
+
+
+def token_digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
 
 
 class RequireToken(grpc.aio.ServerInterceptor):
@@ -160,8 +186,8 @@ class RequireToken(grpc.aio.ServerInterceptor):
     def __init__(self, file: Path) -> None:
         """Raises StartupError."""
         self._file = file
-        self._held = _Held([file])
-        self._digests = _digests(read_tokens(file))
+        self._held = Held([file])
+        self._digests = token_digests(read_tokens(file))
 
     async def intercept_service(
         self,
@@ -182,14 +208,12 @@ class RequireToken(grpc.aio.ServerInterceptor):
         """Compares with every token, in a time that does not depend on how much is right."""
         if self._held.changed():
             try:
-                self._digests = _digests(read_tokens(self._file))
+                self._digests = token_digests(read_tokens(self._file))
             except StartupError as error:
                 _logger.warning("tokens not renewed", reason=str(error))
-        value = metadata.get(AUTHORIZATION, "")
-        scheme, _, token = (value if isinstance(value, str) else "").partition(" ")
-        shown = hashlib.sha256(token.encode()).digest()
+        shown = shown_digest(as_text(metadata.get(AUTHORIZATION, "")))
         matches = [hmac.compare_digest(shown, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        return any(matches)
 
 
 def refusing(
@@ -208,7 +232,7 @@ def refusing(
     return made
 
 
-class _Held:
+class Held:
     """Whether files have changed since they were last asked about."""
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -235,8 +259,8 @@ def _is_token(token: str) -> bool:
     return token.isascii() and token.isprintable() and " " not in token
 
 
-def _digests(tokens: Sequence[str]) -> list[bytes]:
-    return [hashlib.sha256(token.encode()).digest() for token in tokens]
+def token_digests(tokens: Sequence[str]) -> list[bytes]:
+    return [token_digest(token) for token in tokens]
 
 
 def _read(file: Path, field: str) -> bytes:

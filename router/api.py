@@ -9,7 +9,7 @@ import grpc.aio
 
 from canopy.v1 import generation_pb2 as pb
 from canopy.v1 import generation_pb2_grpc
-from common.security import caller_of
+from common.callers import Callers
 from common.server import canopy_version
 from router.core import RouterCore
 from router.errors import ErrorKind, Failure, GenerationError, RequestError
@@ -27,8 +27,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         core: RouterCore,
         tokenizer: ModelTokenizer,
         metrics: RouterMetrics,
+        callers: Callers,
         max_running: int,
     ) -> None:
+        self._callers = callers
         self._core, self._tokenizer, self._metrics = core, tokenizer, metrics
         self._max_running = max_running
 
@@ -36,25 +38,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
-            session = await self._core.open(request, caller_of(context.invocation_metadata()))
+            caller = self._callers.of(context.invocation_metadata())
+            choices = await self._core.open(request, caller)
         except (RequestError, GenerationError) as error:
             self._metrics.count_rejected(error.failure)
             await abort(context, error.failure)
         try:
-            while True:
-                response = await session.next_response()
-                yield response
-                if response.HasField("completion"):
-                    return
+            while not choices.are_read:
+                yield await choices.next_response()
         except GenerationError as error:
             await abort(context, error.failure)
         finally:
-            session.cancel()  # the client may be gone; nothing happens to one that has ended
+            choices.cancel()  # the client may be gone; nothing happens to one that has ended
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if not request.request_id:
             await abort(context, _invalid("request_id", "empty; send the id of the generation"))
-        caller = caller_of(context.invocation_metadata())
+        caller = self._callers.of(context.invocation_metadata())
         aborted = self._core.abort(request.request_id, caller)
         return pb.AbortResponse(aborted=aborted)
 

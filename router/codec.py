@@ -63,6 +63,8 @@ def _verify_open(command: VerifyOpen) -> verify_pb2.VerifyOpen:
         wants_features=command.wants_features,
         logprobs=command.sampling.logprobs,
         top_logprobs=command.sampling.top_logprobs,
+        choice_index=command.choice_index,
+        fork_of=command.fork_of or b"",
     )
 
 

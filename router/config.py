@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,6 +12,10 @@ from pydantic import Field, field_validator
 from common.config import ServiceConfig, StrList
 from common.security import CallerSecurity
 from common.types import TreeShape
+from router.names import is_address
+from router.tenants import TenantLimits, parse_own
+
+_METADATA_KEY = re.compile(r"[a-z0-9_.-]+(?<!-bin)")
 
 
 class RouterConfig(ServiceConfig):
@@ -23,7 +29,8 @@ class RouterConfig(ServiceConfig):
     )
     model_name: str = Field("", description="Name that clients ask for; empty: the directory's.")
     verify: StrList = Field(
-        description="Addresses of the verify replicas, HOST:PORT, with commas between."
+        description="Addresses of the verify replicas, with commas between: HOST:PORT is one,"
+        " dns:HOST:PORT is every address that the name has."
     )
     draft: StrList = Field(
         (),
@@ -42,11 +49,40 @@ class RouterConfig(ServiceConfig):
     max_running: int = Field(
         256, ge=1, le=65536, description="Generations at once; more are refused for now."
     )
+    max_choices: int = Field(
+        8, ge=1, le=256, description="Most choices (n) of one request; each is a generation."
+    )
+    tenant_max_running: int = Field(
+        0, ge=0, le=65536, description="Generations at once of one caller; 0: no limit."
+    )
+    tenant_max_running_of: StrList = Field(
+        (), description="Other limits for some callers, by name: NAME=NUMBER, commas between."
+    )
+    tenant_queue_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Part of max_running that one caller's generations without a first token may"
+        " take.",
+    )
+    tenant_header: str = Field(
+        "", description="Metadata key in which a trusted gateway names the caller; empty: none."
+    )
     max_total_tokens: int = Field(
         0, ge=0, description="Most tokens of prompt and answer; 0: as many as verify holds."
     )
     default_max_tokens: int = Field(
         512, ge=1, description="Tokens to generate where a request says nothing."
+    )
+    resolve_seconds: float = Field(
+        5.0, gt=0, le=3600, description="How often names (dns:HOST:PORT) are asked for replicas."
+    )
+    affinity_weight: float = Field(
+        2.0,
+        ge=0,
+        le=1000,
+        description="Tokens of load that a verify may have more than the least loaded one for each"
+        " prompt token that it has seen already; 0: placement by load and pages alone.",
     )
     tree_depth: int = Field(6, ge=1, le=64, description="Default depth of trees.")
     tree_top_k: int = Field(8, ge=1, le=64, description="Default children considered per node.")
@@ -77,9 +113,8 @@ class RouterConfig(ServiceConfig):
     @classmethod
     def _are_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
         for address in addresses:
-            host, _, port = address.rpartition(":")
-            if not (host and port.isdigit() and 0 < int(port) <= 65535):
-                raise ValueError(f"{address!r} is no address; give HOST:PORT")
+            if not is_address(address):
+                raise ValueError(f"{address!r} is no address; give HOST:PORT or dns:HOST:PORT")
             if addresses.count(address) > 1:
                 raise ValueError(f"{address!r} is there twice; name each replica once")
         return addresses
@@ -90,6 +125,28 @@ class RouterConfig(ServiceConfig):
         if not addresses:
             raise ValueError("empty; give the verify service's HOST:PORT")
         return addresses
+
+    @field_validator("tenant_max_running_of")
+    @classmethod
+    def _are_limits(cls, limits: tuple[str, ...]) -> tuple[str, ...]:
+        parse_own(limits)
+        return limits
+
+    @field_validator("tenant_header")
+    @classmethod
+    def _is_metadata_key(cls, header: str) -> str:
+        if header and not _METADATA_KEY.fullmatch(header):
+            raise ValueError(f"{header!r} is no metadata key; use a-z, 0-9, '-', '_' and '.'")
+        return header
+
+    @property
+    def tenant_limits(self) -> TenantLimits:
+        share = self.tenant_queue_share
+        return TenantLimits(
+            max_running=self.tenant_max_running,
+            own=parse_own(self.tenant_max_running_of),
+            max_waiting=math.ceil(share * self.max_running) if share < 1 else 0,
+        )
 
     @property
     def peer_security(self) -> CallerSecurity:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import replace
 
 from canopy.v1 import draft_pb2, generation_pb2, types_pb2, verify_pb2
+from common.callers import ANYBODY, Caller
 from common.log import get_logger
 from common.types import ErrorCode
 from router import codec
 from router.actions import Failed, Finished
-from router.chat import ChatTemplateError
+from router.choices import Choices
 from router.config import RouterConfig
 from router.draft_link import DraftLink
 from router.drafting import DraftSettings
 from router.errors import ErrorKind, Failure, GenerationError, RequestError
-from router.fleet import Fleet, Returned, choose
+from router.fleet import Fleet, Returned
 from router.generation import Generation, Served
 from router.handshake import served
 from router.machine import GenerationMachine, MachineSettings
@@ -32,15 +34,16 @@ from router.messages import (
     VerifyOpen,
 )
 from router.metrics import RouterMetrics
+from router.names import Resolve, resolve
 from router.output_text import OutputText
-from router.requests import CheckedRequest, Prompt, check, complete
+from router.placement import Placement
+from router.prompts import encode
+from router.requests import CheckedRequest, check, complete
 from router.session import Seat, Session
 from router.stops import StopStrings
+from router.tenants import Tenants
 from router.tokenizer import ModelTokenizer
 from router.verify_link import VerifyLink
-
-_ENCODE_ON_THREAD_CHARACTERS = 4096
-"""Longer prompts are encoded off the event loop: a megabyte takes a third of a second."""
 
 _NO_LIMIT = 1 << 31
 _FULL = (ErrorCode.OVERLOADED, ErrorCode.NOT_SERVING)
@@ -59,12 +62,14 @@ class RouterCore:
         metrics: RouterMetrics,
         on_change: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        resolve: Resolve = resolve,
     ) -> None:
         """`on_change`: called whenever a peer came, went or was found not to fit."""
         self._config, self._tokenizer, self._metrics = config, tokenizer, metrics
         self._clock = clock
         self._sessions: dict[bytes, Session] = {}
-        self._by_request: dict[tuple[str, str], Session] = {}  # caller, request id
+        self._by_request: dict[tuple[str, str], Choices] = {}  # caller's key, request id
+        self.tenants = Tenants(config.tenant_limits, self._note_tenant_refusal)
         self._num_opening = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -72,7 +77,8 @@ class RouterCore:
         self._asked_at = clock()
         self._on_change = on_change
         self._lost_at: dict[VerifyLink, float] = {}  # verify links that are down
-        self.fleet = Fleet(config, tokenizer, self)
+        self.fleet = Fleet(config, tokenizer, self, resolve)
+        self._placement = Placement(self.fleet, self._sessions, config.affinity_weight)
         metrics.follow(self)
 
     def start(self) -> None:
@@ -114,7 +120,9 @@ class RouterCore:
             raise GenerationError(_unavailable(f"verify service: {fleet.verify_reason}"))
         return served(self._config, self._tokenizer, fleet.verify_infos, fleet.draft_infos)
 
-    async def open(self, request: generation_pb2.GenerateRequest, caller: str = "") -> Session:
+    async def open(
+        self, request: generation_pb2.GenerateRequest, caller: Caller = ANYBODY
+    ) -> Choices:
         """Starts a generation. Raises RequestError or GenerationError; then nothing was started.
 
         `caller`: who may abort it; request ids are their own.
@@ -122,79 +130,91 @@ class RouterCore:
         self._asked_at = arrived = self._clock()
         limits = self.served()
         checked = check(request, limits)
+        count = checked.num_choices
         self._admit(checked, caller)
-        self._num_opening += 1
+        self.tenants.enter(caller, count, self._num_waiting_of)
         try:
-            tokens = await self._encode(checked)
-        finally:
-            self._num_opening -= 1
-        self._admit(checked, caller)  # time has passed
-        return self._begin(complete(checked, tokens, limits), caller, arrived)
+            self._num_opening += count
+            try:
+                tokens = await encode(checked.prompt, self._tokenizer)
+            finally:
+                self._num_opening -= count
+            self._admit(checked, caller)  # time has passed
+            generation = complete(checked, tokens, limits)
+        except BaseException:
+            self.tenants.leave(caller, count)
+            raise
+        return self._begin(generation, count, caller, arrived)
 
-    def _admit(self, checked: CheckedRequest, caller: str) -> None:
+    def _admit(self, checked: CheckedRequest, caller: Caller) -> None:
         if self._draining:
             raise GenerationError(_unavailable("the router drains; send the request again"))
         if not self.fleet.verify_ready:
             raise GenerationError(_unavailable(f"verify service: {self.fleet.verify_reason}"))
-        limit = self._config.max_running
-        if len(self._sessions) + self._num_opening >= limit:
-            message = f"{limit} generations run already, the most at one time; try again later"
+        limit, running = self._config.max_running, len(self._sessions) + self._num_opening
+        if running + checked.num_choices > limit:
+            message = (
+                f"{running} generations run already and {limit} are the most at one time; try again"
+                " later"
+            )
             raise GenerationError(Failure(ErrorKind.RESOURCE_EXHAUSTED, message, 1.0))
-        if (caller, checked.request_id) in self._by_request:
+        if (caller.key, checked.request_id) in self._by_request:
             message = f"{checked.request_id!r} is running; choose another, or none"
             raise RequestError("request_id", message, ErrorKind.ALREADY_EXISTS)
 
-    async def _encode(self, checked: CheckedRequest) -> Sequence[int]:
-        prompt = checked.prompt
-        if prompt.token_ids is not None:
-            return prompt.token_ids
-        if prompt.num_characters > _ENCODE_ON_THREAD_CHARACTERS:
-            return await asyncio.to_thread(self._encode_now, prompt)
-        return self._encode_now(prompt)
+    def _note_tenant_refusal(self, caller: Caller, limit: str) -> None:
+        """Who it was goes to the log alone: metrics must not grow with the number of callers."""
+        self._metrics.tenant_refusals.labels(limit).inc()
+        _logger.info("caller is at its limit", caller=caller.name or "unnamed", limit=limit)
 
-    def _encode_now(self, prompt: Prompt) -> list[int]:
-        if prompt.messages is None:
-            return self._tokenizer.encode(prompt.text or "")
-        try:
-            return self._tokenizer.encode_chat(prompt.messages)
-        except ChatTemplateError as error:
-            raise RequestError("chat", str(error)) from None
+    def _num_waiting_of(self, caller: Caller) -> int:
+        sessions = self._sessions.values()
+        return sum(s.caller == caller and s.machine.num_emitted == 0 for s in sessions)
 
-    def _begin(self, generation: Generation, caller: str, arrived: float) -> Session:
-        text = OutputText(self._tokenizer.detokenizer(), StopStrings(generation.stop_strings))
-        machine = GenerationMachine(
-            generation, secrets.token_bytes(16), text, self._machine_settings(), arrived
-        )
-        machine.clock.observer = machine.statistics.observer = self._metrics.rounds
-        verify = choose(self.fleet.verifies, self._verify_load)
+    def _begin(self, generation: Generation, count: int, caller: Caller, arrived: float) -> Choices:
+        """All choices go to the same replicas: they share the prompt's pages."""
+        room = generation.max_total_tokens * count
+        verify = self._placement.verify(generation.prompt_tokens, room)
         assert verify is not None  # admitted a moment ago
-        draft = choose(self.fleet.drafts, self._draft_load)
+        self._placement.note(generation.prompt_tokens, verify)
+        draft = self._placement.draft()
         if draft is None:  # it will be moved to the first that comes
             draft = next(iter(self.fleet.drafts), None)
-        session = Session(
-            *(machine, Seat(verify, draft), self._tokenizer, self, self._clock),
-            self._config.max_unread_tokens,
-            caller,
-        )
-        self._sessions[session.sequence_id] = session
-        self._by_request[caller, session.request_id] = session
+        readable, sessions = asyncio.Event(), list[Session]()
+        for index in range(count):
+            machine = self._machine(
+                replace(generation, choice_index=index),
+                sessions[0].sequence_id if sessions else None,
+                arrived,
+            )
+            session = Session(
+                *(machine, Seat(verify, draft), self._tokenizer, self, self._clock),
+                *(self._config.max_unread_tokens, readable, caller),
+            )
+            self._sessions[session.sequence_id] = session
+            sessions.append(session)
+        choices = Choices(sessions, readable)
+        self._by_request[caller.key, choices.request_id] = choices
         self._idle.clear()
-        session.start(draft_up=draft is not None and draft.peer.linked)
-        return session
+        for session in sessions:
+            session.start(draft_up=draft is not None and draft.peer.linked)
+        return choices
 
-    def _verify_load(self, link: VerifyLink) -> int:
-        """Tokens that its sequences may come to hold: what pages and step time go by."""
-        sessions = self._sessions.values()
-        held = (s.machine.generation.max_total_tokens for s in sessions if s.seat.verify is link)
-        return sum(held)
-
-    def _draft_load(self, link: DraftLink) -> int:
-        return sum(s.seat.draft is link for s in self._sessions.values())
+    def _machine(
+        self, generation: Generation, fork_of: bytes | None, arrived: float
+    ) -> GenerationMachine:
+        text = OutputText(self._tokenizer.detokenizer(), StopStrings(generation.stop_strings))
+        machine = GenerationMachine(
+            *(generation, secrets.token_bytes(16), text, self._machine_settings(), arrived),
+            fork_of=fork_of,
+        )
+        machine.clock.observer = machine.statistics.observer = self._metrics.rounds
+        return machine
 
     def _machine_settings(self) -> MachineSettings:
         infos = self.fleet.draft_infos
         draft = None
-        if self.fleet.drafts:
+        if self._config.draft:
             kinds = [info.features.kind for info in infos]
             draft = DraftSettings(
                 needs_features=kinds != [types_pb2.FEATURE_KIND_NONE] * max(1, len(kinds)),
@@ -210,11 +230,11 @@ class RouterCore:
             verify_lost_seconds=self._config.verify_lost_seconds,
         )
 
-    def abort(self, request_id: str, caller: str = "") -> bool:
-        session = self._by_request.get((caller, request_id))
-        if session is None:
+    def abort(self, request_id: str, caller: Caller = ANYBODY) -> bool:
+        choices = self._by_request.get((caller.key, request_id))
+        if choices is None:
             return False
-        session.abort()
+        choices.abort()
         return True
 
     # -- Wire
@@ -238,7 +258,11 @@ class RouterCore:
 
     def ended(self, session: Session, ending: Finished | Failed | None) -> None:
         self._sessions.pop(session.sequence_id, None)
-        self._by_request.pop((session.caller, session.request_id), None)
+        self.tenants.leave(session.caller, 1)
+        key = (session.caller.key, session.request_id)
+        if all(other.machine.ended for other in self._by_request[key].sessions):
+            del self._by_request[key]
+        self._placement.note(session.machine.tokens, session.seat.verify)
         if not self._sessions:
             self._idle.set()
         self._metrics.count_generation(session.machine, ending, self._clock())
@@ -274,12 +298,19 @@ class RouterCore:
         if not refuses or not session.machine.awaits_verify(event.epoch):
             return False
         refused_by.add(session.seat.verify)
-        other = choose(self.fleet.verifies, self._verify_load, refused_by)
+        other = self._place_again(session, refused_by)
         if other is None:
             refused_by.clear()
             return False
         session.move_verify(other, lost=False)
         return True
+
+    def _place_again(self, session: Session, but: Collection[VerifyLink] = ()) -> VerifyLink | None:
+        tokens = session.machine.tokens
+        other = self._placement.verify(tokens, session.machine.generation.max_total_tokens, but)
+        if other is not None:
+            self._placement.note(tokens, other)
+        return other
 
     def on_draft_events(self, link: DraftLink, messages: Iterable[draft_pb2.DraftEvent]) -> None:
         self._asked_at = now = self._clock()
@@ -331,20 +362,24 @@ class RouterCore:
         gone = {link for link, lost_at in self._lost_at.items() if now - lost_at >= patience}
         if not gone:
             return
+        for link in gone:
+            self._placement.forget(link)
         for session in list(self._sessions.values()):
             if session.seat.verify not in gone:
                 continue
-            other = choose(self.fleet.verifies, self._verify_load)
+            other = self._place_again(session)
             if other is None:
                 return  # called again when one comes
             session.move_verify(other, lost=True)
+        for link in gone.difference(self.fleet.verifies):
+            del self._lost_at[link]  # let go of, and nobody's any more
 
     def on_draft_up(self, link: DraftLink) -> None:
         for session in list(self._sessions.values()):
             draft = session.seat.draft
             if draft is link:
                 session.on_draft_up()
-            elif draft is not None and not draft.peer.linked:
+            elif draft is None or not draft.peer.linked:
                 session.move_draft(link)
 
     def on_draft_down(self, link: DraftLink) -> None:
@@ -353,7 +388,7 @@ class RouterCore:
             if session.seat.draft is not link:
                 continue
             session.on_draft_down()
-            other = choose(self.fleet.drafts, self._draft_load)
+            other = self._placement.draft()
             if other is not None:
                 session.move_draft(other)
 

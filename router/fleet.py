@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol, TypeVar
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from canopy.v1 import draft_pb2, types_pb2, verify_pb2
 from router.config import RouterConfig
 from router.draft_link import DraftLink
 from router.handshake import check_pair, check_same_target, check_verify
 from router.links import LinkListener, NotYet, PeerState
+from router.names import Name, Names, Resolve, parse_name, resolve
 from router.tokenizer import ModelTokenizer
 from router.verify_link import VerifyLink
 
@@ -49,51 +53,68 @@ class FleetListener(Protocol):
 
 
 class Fleet:
-    """`verifies`, `drafts`: one link for each configured address, in that order."""
+    """`verifies`, `drafts`: one link for each configured address, in that order, then one for each
+    address of the configured names, which come and go.
+    """
 
     def __init__(
-        self, config: RouterConfig, tokenizer: ModelTokenizer, listener: FleetListener
+        self,
+        config: RouterConfig,
+        tokenizer: ModelTokenizer,
+        listener: FleetListener,
+        resolve: Resolve = resolve,
     ) -> None:
         """Raises StartupError for certificates or tokens that cannot be used."""
         self._tokenizer, self._listener = tokenizer, listener
         self._max_message_bytes = config.max_message_bytes
         self._security = config.peer_security
         self._security.check("peer_")
-        self.verifies = [self._verify_link(address) for address in config.verify]
-        self.drafts = [self._draft_link(address) for address in config.draft]
+        self._resolve_seconds = config.resolve_seconds
+        self._verify_names = list(filter(None, map(parse_name, config.verify)))
+        self._draft_names = list(filter(None, map(parse_name, config.draft)))
+        self._names = Names([*self._verify_names, *self._draft_names], resolve)
+        self._of_name: dict[VerifyLink | DraftLink, Name] = {}
+        self._resolve_now = asyncio.Event()
+        self._follower: asyncio.Task[None] | None = None
+        self.verifies = [self._verify_link(a) for a in config.verify if parse_name(a) is None]
+        self.drafts = [self._draft_link(a) for a in config.draft if parse_name(a) is None]
 
-    def _verify_link(self, address: str) -> VerifyLink:
+    def _verify_link(self, address: str, server_name: str = "") -> VerifyLink:
         told = self._listener
         link: VerifyLink
         listener: LinkListener[verify_pb2.VerifyEvent] = LinkListener(
             on_events=lambda messages: told.on_verify_events(link, messages),
             on_up=lambda: told.on_verify_up(link),
-            on_down=lambda: told.on_verify_down(link),
+            on_down=lambda: self._on_down(told.on_verify_down, link),
             on_change=told.on_change,
             asked_at=told.when_asked,
             on_sent=told.note_turnaround,
         )
+        security = replace(self._security, server_name=server_name)
         link = VerifyLink(
-            *(address, self._max_message_bytes, listener, self._security, self._check_verify),
+            *(address, self._max_message_bytes, listener, security, self._check_verify),
             lambda block, returned: told.on_features(link, block, returned),
         )
         return link
 
-    def _draft_link(self, address: str) -> DraftLink:
+    def _draft_link(self, address: str, server_name: str = "") -> DraftLink:
         told = self._listener
         link: DraftLink
         listener: LinkListener[draft_pb2.DraftEvent] = LinkListener(
             on_events=lambda messages: told.on_draft_events(link, messages),
             on_up=lambda: told.on_draft_up(link),
-            on_down=lambda: told.on_draft_down(link),
+            on_down=lambda: self._on_down(told.on_draft_down, link),
             on_change=told.on_change,
             asked_at=told.when_asked,
             on_sent=told.note_turnaround,
         )
-        link = DraftLink(
-            address, self._max_message_bytes, listener, self._security, self._check_draft
-        )
+        security = replace(self._security, server_name=server_name)
+        link = DraftLink(address, self._max_message_bytes, listener, security, self._check_draft)
         return link
+
+    def _on_down(self, tell: Callable[[Any], None], link: VerifyLink | DraftLink) -> None:
+        self._resolve_now.set()  # its name may have an heir
+        tell(link)
 
     # -- who is there
 
@@ -147,22 +168,66 @@ class Fleet:
     def start(self) -> None:
         for link in self.links:
             link.start()
+        if len(self._names):
+            self._follower = asyncio.create_task(self._follow_names(), name="follow-names")
 
     async def flush(self) -> None:
         for link in self.links:
             await link.flush()
 
     async def stop(self) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._follower
         for link in self.links:
             await link.stop()
 
+    # -- names
+
+    async def _follow_names(self) -> None:
+        """Asks what the names stand for: again and again, and when a link was lost."""
+        while True:
+            self._resolve_now.clear()
+            await self._names.refresh()
+            for name in self._verify_names:
+                await self._match(self.verifies, name, self._verify_link)
+            for name in self._draft_names:
+                await self._match(self.drafts, name, self._draft_link)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._resolve_seconds):
+                    await self._resolve_now.wait()
+
+    async def _match(
+        self, links: list[AnyLink], name: Name, make: Callable[[str, str], AnyLink]
+    ) -> None:
+        """Links what the name has come to stand for, and lets go of what it no longer does.
+
+        One that is linked stays as long as it is: a pod that drains is taken from the name at once,
+        and has sequences to finish.
+        """
+        addresses = self._names.addresses(name)
+        for link in [link for link in links if self._of_name.get(link) == name]:
+            if link.peer.address not in addresses and not link.peer.linked:
+                links.remove(link)
+                del self._of_name[link]
+                await link.stop()
+                self._listener.on_change()
+        known = {link.peer.address for link in links}
+        for address in addresses:
+            if address not in known:
+                link = make(address, name.host)
+                self._of_name[link] = name
+                links.append(link)
+                link.start()
+
 
 def choose(
-    links: Sequence[AnyLink], load_of: Callable[[AnyLink], int], but: Collection[AnyLink] = ()
+    links: Sequence[AnyLink], rank: Callable[[AnyLink], Any], but: Collection[AnyLink] = ()
 ) -> AnyLink | None:
-    """The least loaded link that is ready and not among `but`; of equal ones the first. None: none.
+    """The link of the lowest rank that is ready and not among `but`; of equal ones the first.
 
-    There is nothing to gain from prefix affinity while verify keeps no pages of ended sequences.
+    None: there is none.
     """
     ready = [link for link in links if link.peer.ready and link not in but]
-    return min(ready, key=load_of, default=None)
+    return min(ready, key=rank, default=None)

@@ -19,7 +19,7 @@ class Returns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A request that can be served as it stands.
+    """A request that can be served as it stands, or one choice of it.
 
     `stop_token_ids`: where it ends, the model's own first (none of these with ignore_eos). `tree`
     None: no speculation asked for. `max_total_tokens`: prompt and answer.
@@ -33,6 +33,7 @@ class Generation:
     stop_token_ids: tuple[int, ...] = ()
     tree: TreeShape | None = None
     returns: Returns = Returns()
+    choice_index: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +51,4 @@ class Served:
     default_max_tokens: int
     max_tree: TreeShape
     default_tree: TreeShape
+    max_choices: int = 1

@@ -118,6 +118,7 @@ def served(
             top_k=min(unasked.top_k, most.top_k),
             max_nodes=min(unasked.max_nodes, most.max_nodes),
         ),
+        max_choices=min(config.max_choices, config.max_running),
     )
 
 

@@ -85,7 +85,9 @@ class GenerationMachine:
         text: OutputText,
         settings: MachineSettings,
         now: float,
+        fork_of: bytes | None = None,
     ) -> None:
+        """`fork_of`: the sequence of the request's first choice, if this is another of them."""
         self.generation = generation
         self.sequence_id = sequence_id
         self.round = 0
@@ -112,6 +114,7 @@ class GenerationMachine:
             *(sequence_id, generation),
             wants_features=self._draft is not None and self._draft.settings.needs_features,
             max_recoveries=settings.max_recoveries,
+            fork_of=fork_of,
         )
 
     # -- for the service

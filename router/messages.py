@@ -28,6 +28,8 @@ class _Command(_Addressed):
 
 @dataclass(frozen=True, slots=True)
 class VerifyOpen(_Command):
+    """`fork_of`: the sequence of the request's first choice, whose prompt's pages may be shared."""
+
     tokens: Sequence[int]
     num_prompt_tokens: int
     sampling: SamplingParams
@@ -35,6 +37,8 @@ class VerifyOpen(_Command):
     max_total_tokens: int
     round: int
     wants_features: bool
+    choice_index: int = 0
+    fork_of: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

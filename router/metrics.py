@@ -18,6 +18,7 @@ from router.errors import ErrorKind, Failure
 from router.fleet import Fleet
 from router.machine import GenerationMachine
 from router.round_metrics import RoundMetrics
+from router.tenants import TENANT_LIMITS
 from router.verify_link import VerifyLink
 
 OUTCOMES = ("stop", "length", "aborted", "cancelled", "failed")
@@ -60,6 +61,12 @@ class RouterMetrics:
             "Requests refused or failed, by gRPC status",
             ["reason"],
             values=[kind.value for kind in ErrorKind],
+        )
+        self.tenant_refusals = metrics.counter(
+            "tenant_refusals",
+            f"Requests refused by a limit of their caller's own: {', '.join(TENANT_LIMITS)}",
+            ["limit"],
+            values=TENANT_LIMITS,
         )
         self.prompt_tokens = metrics.counter("prompt_tokens", "Prompt tokens of ended generations")
         self.completion_tokens = metrics.counter(
@@ -111,7 +118,8 @@ class RouterMetrics:
         else:
             outcome = "cancelled"
         self.requests.labels(outcome).inc()
-        self.prompt_tokens.inc(len(machine.generation.prompt_tokens))
+        if machine.generation.choice_index == 0:
+            self.prompt_tokens.inc(len(machine.generation.prompt_tokens))
         self.completion_tokens.inc(machine.num_emitted)
         self.reopened.inc(machine.num_reopened)
         self.preemptions.inc(machine.num_preemptions)

@@ -51,6 +51,7 @@ class CheckedRequest:
     stop_token_ids: tuple[int, ...]
     tree: TreeShape | None
     returns: Returns
+    num_choices: int = 1
 
 
 def check(request: generation_pb2.GenerateRequest, served: Served) -> CheckedRequest:
@@ -61,7 +62,6 @@ def check(request: generation_pb2.GenerateRequest, served: Served) -> CheckedReq
             f"{request.model!r} is not served here; send {served.model_name!r}, or leave it empty",
             ErrorKind.NOT_FOUND,
         )
-    _refuse_unbuilt(request)
     sampling = _sampling(request, served)
     max_tokens = request.max_tokens if request.HasField("max_tokens") else None
     if max_tokens == 0:
@@ -80,6 +80,7 @@ def check(request: generation_pb2.GenerateRequest, served: Served) -> CheckedReq
             pick_margins=request.return_options.pick_margins,
             prompt_token_ids=request.return_options.prompt_token_ids,
         ),
+        num_choices=_num_choices(request, served),
     )
 
 
@@ -258,14 +259,10 @@ def _tree(params: generation_pb2.SpeculationParams, served: Served) -> TreeShape
     return TreeShape(**chosen) if enabled and chosen["max_nodes"] > 1 else None
 
 
-def _refuse_unbuilt(request: generation_pb2.GenerateRequest) -> None:
-    """UNIMPLEMENTED for what the protocol names and this version does not do."""
-    if request.HasField("n") and request.n != 1:
-        if request.n == 0:
-            raise RequestError("n", "0 choices; send 1, or leave it unset")
-        raise _unbuilt("n", f"{request.n} choices are", "send n requests with seeds of their own")
-
-
-def _unbuilt(field: str, what: str, remedy: str) -> RequestError:
-    message = f"{what} not built in this version; {remedy}"
-    return RequestError(field, message, ErrorKind.UNIMPLEMENTED)
+def _num_choices(request: generation_pb2.GenerateRequest, served: Served) -> int:
+    choices = request.n if request.HasField("n") else 1
+    if not 1 <= choices <= served.max_choices:
+        raise RequestError(
+            "n", f"{choices} choices; send 1 to {served.max_choices}, or leave it unset"
+        )
+    return choices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from canopy.v1 import generation_pb2
 from router.actions import Emitted, Finished, FinishReason, RoundTrace
@@ -11,6 +12,8 @@ from router.generation import Generation
 from router.machine import GenerationMachine
 from router.statistics import Clock, RoundStatistics
 from router.tokenizer import ModelTokenizer
+
+Response: TypeAlias = generation_pb2.GenerateResponse
 
 _REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -21,11 +24,11 @@ _REASONS = {
 
 def encode_chunk(
     emitted: Sequence[Emitted], generation: Generation, tokenizer: ModelTokenizer, *, first: bool
-) -> generation_pb2.GenerateResponse:
+) -> Response:
     """One chunk of several rounds' tokens; at most one of them, the last, has a trace."""
     response = generation_pb2.GenerateResponse()
     chunk, returns = response.chunk, generation.returns
-    chunk.request_id = generation.request_id
+    chunk.request_id, chunk.choice_index = generation.request_id, generation.choice_index
     chunk.text = "".join(part.text for part in emitted)
     for part in emitted:
         if returns.token_ids:
@@ -44,12 +47,10 @@ def encode_chunk(
     return response
 
 
-def encode_completion(
-    finished: Finished, machine: GenerationMachine, now: float
-) -> generation_pb2.GenerateResponse:
+def encode_completion(finished: Finished, machine: GenerationMachine, now: float) -> Response:
     response = generation_pb2.GenerateResponse()
     done, generation = response.completion, machine.generation
-    done.request_id = generation.request_id
+    done.request_id, done.choice_index = generation.request_id, generation.choice_index
     done.finish_reason = _REASONS[finished.reason]
     if finished.stop_string is not None:
         done.stop_string = finished.stop_string

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import grpc.aio
 
 from canopy.v1 import generation_pb2_grpc
+from common.callers import Callers
 from common.errors import StartupError
 from common.log import get_logger
 from common.metrics import Metrics
@@ -17,6 +18,7 @@ from router.api import GenerationServicer
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.metrics import RouterMetrics
+from router.names import Resolve, resolve
 from router.tokenizer import ModelTokenizer
 
 _logger = get_logger("router")
@@ -27,11 +29,12 @@ class RouterService:
 
     names: Sequence[str] = ("canopy.v1.GenerationService",)
 
-    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
-        """Raises StartupError if the model directory lacks a file."""
-        self._config = config
+    def __init__(self, config: RouterConfig, metrics: Metrics, resolve: Resolve = resolve) -> None:
+        """Raises StartupError if the model directory lacks a file, or tokens cannot be read."""
+        self._config, self._resolve = config, resolve
         self._tokenizer = ModelTokenizer(config.model)
         self._metrics = RouterMetrics(metrics)
+        self._callers = Callers(config.token_file, config.tenant_header)
         self._health: Health | None = None
         self._changed = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
@@ -44,9 +47,15 @@ class RouterService:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Runs on the event loop, so that the core's events belong to it."""
-        self._core = RouterCore(self._config, self._tokenizer, self._metrics, self._changed.set)
+        self._core = RouterCore(
+            self._config,
+            self._tokenizer,
+            self._metrics,
+            self._changed.set,
+            resolve=self._resolve,
+        )
         servicer = GenerationServicer(
-            self._core, self._tokenizer, self._metrics, self._config.max_running
+            self._core, self._tokenizer, self._metrics, self._callers, self._config.max_running
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
 
@@ -60,7 +69,7 @@ class RouterService:
         core.start()
         fleet = core.fleet
         await self._wait_until(lambda: fleet.verify_ready)
-        if fleet.drafts:
+        if self._config.draft:
             try:
                 async with asyncio.timeout(self._config.draft_wait_seconds):
                     await self._wait_until(lambda: fleet.draft_ready)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from canopy.v1 import generation_pb2, types_pb2
+from canopy.v1 import types_pb2
+from common.callers import ANYBODY, Caller
 from router.actions import Action, Emitted, Failed, Finished, ReleaseFeatures, ToDraft, ToVerify
 from router.codec import num_data_bytes
 from router.draft_link import DraftLink
@@ -25,7 +26,7 @@ from router.messages import (
     VerifyOpen,
     VerifyTree,
 )
-from router.responses import encode_chunk, encode_completion
+from router.responses import Response, encode_chunk, encode_completion
 from router.tokenizer import ModelTokenizer
 from router.verify_link import VerifyLink
 
@@ -70,11 +71,14 @@ class Session:
         wire: Wire,
         clock: Callable[[], float],
         max_unread_tokens: int,
-        caller: str = "",
+        readable: asyncio.Event,
+        caller: Caller = ANYBODY,
     ) -> None:
+        """`readable`: set whenever the client has something to take."""
         self.machine = machine
         self.seat = seat
         self.caller = caller
+        self.is_read = False  # the client has the completion
         self._tokenizer = tokenizer
         self._wire = wire
         self._clock = clock
@@ -83,7 +87,7 @@ class Session:
         self._num_unread_tokens = 0
         self._ending: Finished | Failed | None = None
         self._ended_at = 0.0
-        self._readable = asyncio.Event()
+        self._readable = readable
         self._is_first_chunk = True
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
@@ -166,15 +170,17 @@ class Session:
 
     # -- the client's side
 
-    async def next_response(self) -> generation_pb2.GenerateResponse:
-        """The next chunk or the completion. Raises GenerationError if the generation failed."""
-        while not self._unread and self._ending is None:
-            self._readable.clear()
-            await self._readable.wait()
+    def take_response(self) -> Response | None:
+        """The next chunk or the completion; None: nothing has come.
+
+        Raises GenerationError if the generation failed.
+        """
         if not self._unread:
             if isinstance(self._ending, Failed):
                 raise GenerationError(self._ending.failure)
-            assert self._ending is not None
+            if self._ending is None:
+                return None
+            self.is_read = True
             return encode_completion(self._ending, self.machine, self._ended_at)
         parts = self._take_parts()
         response = encode_chunk(

@@ -31,6 +31,7 @@ class VerifySide:
         *,
         wants_features: bool,
         max_recoveries: int,
+        fork_of: bytes | None = None,
     ) -> None:
         self.epoch = 0
         self.link_up = True
@@ -41,6 +42,7 @@ class VerifySide:
         self._generation = generation
         self._wants_features = wants_features
         self._max_recoveries = max_recoveries
+        self._fork_of = fork_of
         self._recoveries = 0
 
     # -- what is said to it
@@ -60,6 +62,8 @@ class VerifySide:
             max_total_tokens=self._generation.max_total_tokens,
             round=round_,
             wants_features=self._wants_features,
+            choice_index=self._generation.choice_index,
+            fork_of=self._fork_of,
         )
 
     def attach(self, features_from: int | None) -> VerifyAttach | None:

@@ -166,10 +166,13 @@ OVERVIEW = Board(
         Panel(
             question="What is refused, and why?",
             queries=[
-                Query(expr=rate(f"{R}_rejected_requests_total", "reason"), legend="{{reason}}")
+                Query(expr=rate(f"{R}_rejected_requests_total", "reason"), legend="{{reason}}"),
+                Query(
+                    expr=rate(f"{R}_tenant_refusals_total", "limit"),
+                    legend="of these by a caller's own limit: {{limit}}",
+                ),
             ],
             unit="reqps",
-            kind="stacked",
         ),
         Panel(
             question="Is there a queue?",

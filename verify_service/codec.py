@@ -12,6 +12,7 @@ from typing import TypedDict
 import numpy as np
 
 from canopy.v1 import types_pb2, verify_pb2
+from common.noise_key import seed_of_choice
 from common.tensors import FeaturePiece
 from common.types import (
     DraftTree,
@@ -151,9 +152,6 @@ def _command(message: verify_pb2.VerifyCommand) -> Command:
 
 
 def _open(base: _Base, body: verify_pb2.VerifyOpen) -> Open:
-    if body.choice_index:
-        message = f"choice_index: {body.choice_index}; only 0 is built"
-        raise SequenceFailure(ErrorCode.UNIMPLEMENTED, message, round_=body.round)
     return Open(
         **base,
         tokens=tuple(body.tokens),
@@ -174,7 +172,7 @@ def _sampling(body: verify_pb2.VerifyOpen) -> SamplingParams:
         top_k=params.top_k,
         top_p=params.top_p if params.HasField("top_p") else 1.0,
         min_p=params.min_p,
-        seed=params.seed,
+        seed=seed_of_choice(params.seed, body.choice_index),
         ignore_eos=params.ignore_eos,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,

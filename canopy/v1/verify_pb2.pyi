@@ -74,7 +74,7 @@ class VerifyCommand(_message.Message):
     def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., acked_round: _Optional[int] = ..., open: _Optional[_Union[VerifyOpen, _Mapping]] = ..., attach: _Optional[_Union[VerifyAttach, _Mapping]] = ..., verify_tree: _Optional[_Union[VerifyTree, _Mapping]] = ..., rollback: _Optional[_Union[VerifyRollback, _Mapping]] = ..., close: _Optional[_Union[VerifyClose, _Mapping]] = ..., replay_features: _Optional[_Union[VerifyReplayFeatures, _Mapping]] = ...) -> None: ...
 
 class VerifyOpen(_message.Message):
-    __slots__ = ("tokens", "num_prompt_tokens", "sampling", "stop_token_ids", "max_total_tokens", "round", "wants_features", "choice_index", "logprobs", "top_logprobs")
+    __slots__ = ("tokens", "num_prompt_tokens", "sampling", "stop_token_ids", "max_total_tokens", "round", "wants_features", "choice_index", "logprobs", "top_logprobs", "fork_of")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class VerifyOpen(_message.Message):
     CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FORK_OF_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: _types_pb2.SamplingParams
@@ -95,7 +96,8 @@ class VerifyOpen(_message.Message):
     choice_index: int
     logprobs: bool
     top_logprobs: int
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_total_tokens: _Optional[int] = ..., round: _Optional[int] = ..., wants_features: _Optional[bool] = ..., choice_index: _Optional[int] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
+    fork_of: bytes
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_total_tokens: _Optional[int] = ..., round: _Optional[int] = ..., wants_features: _Optional[bool] = ..., choice_index: _Optional[int] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., fork_of: _Optional[bytes] = ...) -> None: ...
 
 class VerifyAttach(_message.Message):
     __slots__ = ("features_from",)

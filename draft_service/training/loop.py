@@ -94,6 +94,11 @@ class Trainer:
         self._split = NamedSharding(self.mesh, _spec(DEVICES))
         self._step = _compile_step(shape, optimiser, recipe.optimiser, self.mesh)
         self._hits = jax.jit(partial(chain_hits, shape, num_steps=recipe.validation_steps))
+        unroll = recipe.optimiser
+        loss = partial(
+            batch_loss, shape, num_steps=unroll.num_test_steps, step_decay=unroll.step_decay
+        )
+        self._held_out = jax.jit(lambda *arguments: loss(*arguments)[1])
 
     @property
     def checkpoint_path(self) -> Path:
@@ -183,33 +188,46 @@ class Trainer:
         )
 
     def _progress_report(self, window: list[StepMetrics]) -> dict[str, Any]:
-        total = jax.tree.map(lambda *values: np.sum(values, axis=0), *window)
-        rows = np.maximum(total.rows, 1)
+        means, num_rows = _means(window)
         optimiser = self.recipe.optimiser
         return {
             "step": self.state.step,
             "total_steps": optimiser.total_steps,
             "seconds": round(self.state.seconds, 1),
             "tokens_per_second": round(
-                float(total.rows[0]) * self.state.step / len(window) / self.state.seconds
+                num_rows * self.state.step / len(window) / self.state.seconds
             ),
             "learning_rate": learning_rate(optimiser, self.state.step, self.state.seconds),
-            "loss": [round(float(x), 4) for x in total.loss / rows],
-            "accuracy": [round(float(x), 4) for x in total.correct / rows],
+            **means,
         }
 
     def validate(self) -> dict[str, Any]:
-        """Held-out greedy chains: acceptance length and accuracy per step, by the responses'
-        temperature."""
+        """Of held-out sequences: loss and accuracy per step as in training, and greedy chains by
+        the responses' temperature: acceptance length and accuracy per step."""
         plans = self._plan_batches(self.validation, seed=0)
         groups: dict[str, list[tuple[Any, Any]]] = {}
+        window: list[StepMetrics] = []
         for plan in plans:
+            taught = self.cache.batch(plan, self.recipe.optimiser.num_test_steps)
+            window.append(jax.device_get(self._held_out(self.state.params, self.frozen, taught)))
             batch: Batch = self.cache.batch(plan, self.recipe.validation_steps)
             hits, present = jax.device_get(self._hits(self.state.params, self.frozen, batch))
             for row, index in enumerate(plan.indices):
                 name = "greedy" if self.samples[index].temperature == 0 else "sampled"
                 groups.setdefault(name, []).append((hits[row], present[row]))
-        return {"validation": {name: summarise_chains(g) for name, g in sorted(groups.items())}}
+        chains = {name: summarise_chains(group) for name, group in sorted(groups.items())}
+        return {"validation": {**_means(window)[0], **chains}}
+
+
+def _means(window: list[StepMetrics]) -> tuple[dict[str, list[float]], float]:
+    """Loss and accuracy per step over a window of batches, and the rows of the first step."""
+    total = jax.tree.map(lambda *values: np.sum(values, axis=0), *window)
+    rows = np.maximum(total.rows, 1)
+    means = {
+        "loss": [round(float(x), 4) for x in total.loss / rows],
+        "accuracy": [round(float(x), 4) for x in total.correct / rows],
+    }
+    return means, float(total.rows[0])
 
 
 def summarise_chains(sequences: list[tuple[Any, Any]]) -> dict[str, Any]:

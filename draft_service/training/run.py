@@ -136,18 +136,19 @@ def _start(
     rms: npt.NDArray[np.float32],
 ) -> tuple[DraftVocabulary, Frozen, Params]:
     """The head before its first step: from the target, or from `head.init_from`."""
+    seed = recipe.optimiser.seed
     if recipe.head.init_from is None:
         vocabulary = choose_vocabulary(
             responses, recipe.head.draft_vocab_size, target.config.vocab_size
         )
         frozen = frozen_tables(target, vocabulary, rms)
-        seed = recipe.optimiser.seed
         return vocabulary, frozen, initial_params(shape, target, frozen, recipe.head, seed)
     given = GivenHead.load(recipe.head.init_from, recipe.target, target.config.boundaries)
     given.check(shape, target.config, recipe.head.draft_vocab_size)
     vocabulary = given.vocabulary(responses)
     frozen = given.frozen(frozen_tables(target, vocabulary, rms))
-    return vocabulary, frozen, given.initial_params(shape, frozen)
+    fresh = initial_params(shape, target, frozen, recipe.head, seed)
+    return vocabulary, frozen, given.initial_params(fresh, shape, frozen)
 
 
 def open_cache(recipe: Recipe, target: Target, samples: list[Sample]) -> FeatureCache:

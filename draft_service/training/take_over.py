@@ -1,6 +1,7 @@
 """Training that goes on from a head on disk instead of the target's last layer.
 
-The head's weights, lm_head and draft vocabulary are taken over; its shape must be the recipe's.
+The head's weights, lm_head and draft vocabulary are taken over. Its shape must be the recipe's, but
+for layers: more of them go on top and start as the identity (`warm_start.initial_params`).
 Source of the inverse mapping: `export.served_params`.
 """
 
@@ -65,7 +66,12 @@ class GivenHead:
         return dataclasses.replace(vocabulary, coverage=vocabulary.share_of(responses))
 
     def check(self, shape: HeadShape, target: TargetConfig, draft_vocab_size: int) -> None:
-        """Raises ValueError naming the first field in which the head is not what is trained."""
+        """Raises ValueError naming the first field in which the head is not what is trained.
+
+        Layers that the recipe has beyond the head's are no difference.
+        """
+        own_layers = min(shape.num_layers, self.config.num_layers)
+        shape = dataclasses.replace(shape, num_layers=own_layers)
         ids = np.zeros(draft_vocab_size, np.int32)
         own_size = DraftVocabulary(ids, target.vocab_size, 0.0)
         wanted = served_config(shape, own_size, target)
@@ -90,17 +96,23 @@ class GivenHead:
         """Draft ids by ascending target id: what is exported must ascend."""
         return np.argsort(np.asarray(self.params["draft_to_target"])).astype(np.int32)
 
-    def initial_params(self, shape: HeadShape, frozen: Frozen) -> TrainedParams:
-        """The head in training form; the scale of features is taken out of fc again."""
+    def initial_params(
+        self, fresh: TrainedParams, shape: HeadShape, frozen: Frozen
+    ) -> TrainedParams:
+        """The head in training form; the scale of features is taken out of fc again.
+
+        Layers beyond the head's are those of `fresh`, a head that starts from the target.
+        """
+        own_layers = self.config.num_layers
         scale = np.asarray(frozen.feature_scale)[:, None]
         layers = [
             _trained_layer(self.params[f"layer_{i}"], shape.takes_embedding(i))
-            for i in range(shape.num_layers)
+            for i in range(own_layers)
         ]
         return {
             "fc": jnp.asarray(np.asarray(self.params["fuse"]["fc"]["kernel"]) / scale),
             "norm": _copy(self.params["final_norm"]["scale"]),
-            "layers": layers,
+            "layers": [*layers, *fresh["layers"][own_layers:]],
         }
 
 

@@ -123,11 +123,12 @@ def initial_params(
 ) -> Params:
     """The head before its first step. float32."""
     rng = np.random.default_rng(seed)
+    copies = recipe.warm_start and shape.intermediate_size == target.config.mlp_size
     layers = []
     for layer in range(shape.num_layers):
         tensors = {}
         for name, size in layer_shapes(shape, layer).items():
-            if recipe.warm_start and name in TARGET_NAMES:
+            if copies and name in TARGET_NAMES:
                 tensors[name] = _widened(target.last_layer(name), size)
             elif len(size) == 1:
                 tensors[name] = np.ones(size, np.float32)

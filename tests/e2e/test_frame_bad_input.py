@@ -28,7 +28,7 @@ def speculation(**fields: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=TEXT, speculation=pb.SpeculationParams(**fields))  # type: ignore[arg-type]
 
 
-INVALID, NOT_FOUND, UNIMPLEMENTED = "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED"
+INVALID, NOT_FOUND = "INVALID_ARGUMENT", "NOT_FOUND"
 
 CASES: dict[str, tuple[pb.GenerateRequest, str, str]] = {
     "unknown_model": (pb.GenerateRequest(text=TEXT, model="gpt-9"), NOT_FOUND, "model"),
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[pb.GenerateRequest, str, str]] = {
         INVALID,
         "stop_token_ids",
     ),
-    "several_choices": (pb.GenerateRequest(text=TEXT, n=2), UNIMPLEMENTED, "n"),
+    "too_many_choices": (pb.GenerateRequest(text=TEXT, n=300), INVALID, "n"),
     "top_logprobs_too_many": (
         pb.GenerateRequest(text=TEXT, logprobs=True, top_logprobs=21),
         INVALID,

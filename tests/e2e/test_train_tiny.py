@@ -105,11 +105,12 @@ def test_layers_of_both_conventions_are_trained_and_measured_alike(tmp_path: Pat
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     lines = run(
         "benchmarks.layers", "--recipe", "recipe.yaml", "--set", "optimiser.total_steps=5",
-        "--variants", "1A,2B", "--suite", "own=responses.jsonl", "--limit", "2",
+        "--variants", "1A,2B,1Ax1.6", "--suite", "own=responses.jsonl", "--limit", "2",
         "--output", "layers", directory=tmp_path,
     )  # fmt: skip
     result = json.loads(lines[-1])
     one, two = result["variants"]["1A"], result["variants"]["2B"]
+    assert result["variants"]["1Ax1.6"]["steps"] == 8
     assert one["steps"] == two["steps"] == 5
     assert two["parameters"] > one["parameters"]
     for found in (one, two):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from common.noise_key import seed_of_choice
 from kernels.noise import gumbel_from_bits, mix_choice, position_noise, threefry2x32
 from kernels.sample_and_accept.reference import reference_noise, reference_threefry2x32
 
@@ -54,6 +55,13 @@ def test_choices_have_seeds_of_their_own_and_choice_0_keeps_it() -> None:
     assert mixed[0] == (123, 456)
     assert len(set(mixed)) == 5
     assert mixed[1] == reference_threefry2x32((123, 456), (1, 0xFFFFFFFF))
+
+
+@pytest.mark.parametrize("seed", [0, 456 << 32 | 123, 0xFEDCBA9876543210, (1 << 64) - 1])
+def test_seed_of_choice_on_the_host_is_the_same_function(seed: int) -> None:
+    for choice in range(3):
+        lo, hi = mix_choice(seed & 0xFFFFFFFF, seed >> 32, choice)
+        assert seed_of_choice(seed, choice) == hi << 32 | lo
 
 
 def test_noise_is_gumbel_distributed() -> None:

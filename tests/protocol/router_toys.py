@@ -16,19 +16,19 @@ VOCAB_SIZE = 300
 ROW_WIDTH = 4
 
 
-def target_token(tokens: Sequence[int]) -> int:
+def target_token(tokens: Sequence[int], choice_index: int = 0) -> int:
     """The target's pick after `tokens`."""
-    value = 17
+    value = 17 + choice_index
     for token in tokens[-3:]:
         value = (value * 31 + token + 7) % 100_003
     return value % VOCAB_SIZE
 
 
-def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def continuation(prompt: Sequence[int], num_tokens: int, choice_index: int = 0) -> list[int]:
     """What the target alone would write."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(target_token(tokens))
+        tokens.append(target_token(tokens, choice_index))
     return tokens[len(prompt) :]
 
 
@@ -47,6 +47,7 @@ class ToyVerifySequence:
     wants_features: bool
     logprobs: bool = False
     top_logprobs: int = 0
+    choice_index: int = 0
     results: dict[int, verify_pb2.VerifyResult] = field(default_factory=dict)
     next_feature: int = 0
     window_start: int = 0
@@ -128,6 +129,7 @@ class ToyVerify:
             wants_features=body.wants_features,
             logprobs=body.logprobs,
             top_logprobs=body.top_logprobs,
+            choice_index=body.choice_index,
         )
         self.last_open = body
         self.num_opens += 1
@@ -192,7 +194,7 @@ class ToyVerify:
         accepted: list[int] = []
         node = 0
         while True:
-            pick = target_token([*sequence.tokens, *emitted])
+            pick = target_token([*sequence.tokens, *emitted], sequence.choice_index)
             emitted.append(pick)
             full = len(sequence.tokens) + len(emitted) >= sequence.max_total_tokens
             children = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from canopy.v1 import generation_pb2, generation_pb2_grpc
 from common.metrics import Metrics
 from common.server import Health, server_options
 from router.config import RouterConfig
+from router.names import Resolve, resolve
 from router.service import RouterService
 from router.tokenizer import ModelTokenizer
 from tests.protocol.router_simulators import DraftSimulator, Host, VerifySimulator
@@ -86,23 +87,27 @@ async def router_world(
     start_draft: bool = True,
     more_verify: Sequence[Host] = (),
     more_draft: Sequence[Host] = (),
+    resolve: Resolve = resolve,
+    names: Mapping[str, tuple[str, ...]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """Everything up, and everything down again; at the end no sequence is left on either peer."""
+    """Everything up, and everything down again; at the end no sequence is left on either peer.
+
+    `names`: what the router is given in place of the peers' addresses.
+    """
     hosts = [verify, draft, *more_verify, *more_draft]
     for host in hosts:
         await host.start()
     if not start_draft:
         await draft.stop()
     settings = SETTINGS | settings
-    config = RouterConfig(
-        model=model,
-        verify=tuple(host.address for host in (verify, *more_verify)),
-        draft=tuple(host.address for host in (draft, *more_draft) if with_draft),
-        **settings,
-    )
+    addresses = {
+        "verify": tuple(host.address for host in (verify, *more_verify)),
+        "draft": tuple(host.address for host in (draft, *more_draft) if with_draft),
+    }
+    config = RouterConfig(model=model, **(addresses | dict(names or {}) | settings))
     metrics = Metrics("router")
-    service = RouterService(config, metrics)
+    service = RouterService(config, metrics, resolve)
     server = grpc.aio.server(options=server_options(config.max_message_bytes))
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -98,7 +98,8 @@ INVALID = [
     ({"text": "hi", "stop_token_ids": [5] * 65}, "stop_token_ids", ["65 ids", "at most 64"]),
     ({"text": "hi", "request_id": "x" * 129}, "request_id", ["129 characters", "at most 128"]),
     ({"text": "hi", "request_id": "a\nb"}, "request_id", ["printable"]),
-    ({"text": "hi", "n": 0}, "n", ["0 choices", "send 1"]),
+    ({"text": "hi", "n": 9}, "n", ["9 choices", "send 1 to 8"]),
+    ({"text": "hi", "n": 0}, "n", ["0 choices", "send 1 to 8"]),
     (sampling(frequency_penalty=-2.5), "sampling.frequency_penalty", ["-2.5", "[-2, 2]"]),
     (sampling(repetition_penalty=0.0), "sampling.repetition_penalty", ["0.0", "(0, 10]"]),
     (sampling(logit_bias={300: 1.0}), "sampling.logit_bias", ["token 300", "[0, 300)"]),
@@ -124,22 +125,6 @@ async def test_invalid_argument_names_field_value_limit_and_remedy(
     assert not world.verify_simulator.frames  # nothing was started
     answer = await world.generate(text="hi", max_tokens=2)  # and all is well
     assert answer.completion.usage.num_completion_tokens == 2
-
-
-UNBUILT = [
-    ({"text": "hi", "n": 2}, "n", "send n requests"),
-]
-
-
-@pytest.mark.parametrize(("fields", "field", "remedy"), UNBUILT)
-async def test_what_is_not_built_is_refused_by_name(
-    world: World, fields: dict[str, Any], field: str, remedy: str
-) -> None:
-    error, _ = await refusal(world, **fields)
-    assert error.code() is CODE.UNIMPLEMENTED
-    assert error.details().startswith(f"{field}: ")
-    assert "not built in this version" in error.details()
-    assert remedy in error.details()
 
 
 async def test_neutral_values_of_what_is_not_built_are_honoured(world: World) -> None:

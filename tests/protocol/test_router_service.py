@@ -404,8 +404,9 @@ async def test_a_slow_client_pauses_only_its_own_sequence(model: Path) -> None:
             generation_pb2.GenerateRequest(**request(max_tokens=400, request_id="slow"))
         )
         check(await world.generate(**request(max_tokens=200)), PROMPT, 200)
-        assert slow.machine.paused
-        assert 8 <= slow.machine.num_emitted < 40
+        machine = slow.sessions[0].machine
+        assert machine.paused
+        assert 8 <= machine.num_emitted < 40
         tokens: list[int] = []
         while True:
             response = await slow.next_response()

@@ -183,7 +183,6 @@ async def test_malformed_commands_are_errors_of_their_own_and_the_stream_lives(
         (verify_pb2.VerifyCommand(sequence_id=ids[1], epoch=1), "INVALID", "command: none"),
         (open_command(ids[2], sampling=penalty), "INVALID", "presence_penalty: 2.5"),
         (open_command(ids[3], sampling=unseeded), "INVALID", "sampling.seed: unset"),
-        (open_command(ids[4], choice_index=1), "UNIMPLEMENTED", "choice_index: 1"),
         (open_command(ids[5], tokens=[VOCAB]), "INVALID", "tokens: one is outside"),
     ]
     trees = [

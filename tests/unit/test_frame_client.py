@@ -89,6 +89,40 @@ def test_call_is_tried_again_before_the_first_chunk() -> None:
     assert answer.completion.seed == 7
 
 
+class TwoChoices(generation_pb2_grpc.GenerationServiceServicer):
+    """Two choices in turn; the second ends first. `loses`: the first never ends."""
+
+    def __init__(self, loses: bool = False) -> None:
+        self.loses = loses
+
+    def Generate(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateResponse]:
+        assert request.n == 2
+        for text, index in (("a", 0), ("x", 1), ("b", 0)):
+            yield pb.GenerateResponse(chunk=pb.GenerateChunk(text=text, choice_index=index))
+        for index in (1,) if self.loses else (1, 0):
+            done = pb.GenerateCompletion(
+                choice_index=index, finish_reason=pb.FINISH_REASON_STOP, stop_token_id=index
+            )
+            yield pb.GenerateResponse(completion=done)
+
+
+def test_choices_come_apart_and_in_order() -> None:
+    with serving(TwoChoices()) as address, Client(address, QUICK) as client:
+        choices = client.generate_choices("x", Options(n=2))
+        with pytest.raises(CanopyError, match="generate_choices"):
+            client.generate("x", Options(n=2))
+    assert [choice.text for choice in choices] == ["ab", "x"]
+    assert [choice.completion.choice_index for choice in choices] == [0, 1]
+    with (
+        serving(TwoChoices(loses=True)) as address,
+        Client(address, QUICK) as client,
+        pytest.raises(CanopyError, match="without a completion"),
+    ):
+        client.generate_choices("x", Options(n=2))
+
+
 def test_call_is_never_tried_again_after_the_first_chunk() -> None:
     servicer = Scripted(failures=1, after_first_chunk=True)
     with serving(servicer) as address, Client(address, QUICK) as client:

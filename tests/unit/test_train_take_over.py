@@ -122,6 +122,17 @@ def test_training_goes_on_from_where_the_head_stood(trained: Path) -> None:
     assert taken.trainer.state.step == 0
 
 
+@pytest.mark.parametrize("fusion", ["first", "every"])
+def test_layers_on_top_of_a_head_change_nothing_at_first(trained: Path, fusion: str) -> None:
+    """A trained layer, and two that start as the identity: the same loss at every step."""
+    head = str(trained / "one" / "head")
+    plain = prepare(make_recipe(trained, "plain", init_from=head), silent)
+    grown = make_recipe(trained, f"grown_{fusion}", init_from=head, num_layers=3, fusion=fusion)
+    run = prepare(grown, silent)
+    assert len(run.trainer.state.params["layers"]) == 3
+    np.testing.assert_allclose(first_loss(run), first_loss(plain), rtol=1e-6)
+
+
 def test_a_checkpoint_keeps_the_scale_that_its_fc_was_trained_on(trained: Path) -> None:
     """More captured sequences give another scale; the head must compute as it did before."""
     run = prepare(make_recipe(trained, "one"), silent)
@@ -141,8 +152,8 @@ def test_a_checkpoint_keeps_the_scale_that_its_fc_was_trained_on(trained: Path) 
     ("head", "message"),
     [
         (
-            {"num_layers": 2, "init_from": "one"},
-            r"embedding_layers = \(True,\), this recipe trains \(True, True\);"
+            {"num_layers": 1, "init_from": "two"},
+            r"embedding_layers = \(True, False\), this recipe trains \(True,\);"
             r" set head\.num_layers and head\.fusion",
         ),
         (
