@@ -8,6 +8,8 @@ import signal
 import threading
 from typing import Any, Protocol
 
+from prometheus_client import Gauge
+
 from common.device_config import DeviceConfig
 from common.engine_loop import EngineLoop
 from common.entry import end_process
@@ -24,6 +26,13 @@ class Streams(Protocol):
     def close_all(self) -> None: ...
 
 
+def hosts_missing(metrics: Metrics) -> Gauge:
+    """The health of a slice in one figure: 0 on a single host, and where all of them are there."""
+    return metrics.gauge(
+        "hosts_missing", "Hosts of the slice that are not in step with this one, the leader"
+    )
+
+
 class EngineService:
     """The half of `common.server.Service` that draft and verify share; they add `register` and
     `start`, which begins with `_gather` and ends in `_run`.
@@ -38,9 +47,7 @@ class EngineService:
         self._running: EngineLoop[Any, Any, Any] | None = None
         self._task: asyncio.Task[None] | None = None
         self._failure: StartupError | None = None
-        self._missing = metrics.gauge(
-            "hosts_missing", "Hosts of the slice that are not in step with this one, the leader"
-        )
+        self._missing = hosts_missing(metrics)
         self._missing.set(config.num_hosts - 1)
 
     async def _gather(self) -> Leader | None:

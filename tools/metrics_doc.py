@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from common.metrics import Definition, Metrics
+from common.engine_service import hosts_missing
 from common.server import Health
 from common.types import TreeShape
 from draft_service.metrics import DraftMetrics
@@ -30,8 +31,10 @@ def service_metrics(service: str) -> Metrics:
     if service == "router":
         RouterMetrics(metrics)
     elif service == "draft":
+        hosts_missing(metrics)
         DraftMetrics(metrics, TreeShape(max_depth=5, top_k=4, max_nodes=16), 512)
     else:
+        hosts_missing(metrics)
         VerifyMetrics(metrics, 16, 64)
     return metrics
 
