@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from common.metrics import Definition, Metrics
 from common.engine_service import hosts_missing
+from common.metrics import Definition, Metrics
 from common.server import Health
 from common.types import TreeShape
 from draft_service.metrics import DraftMetrics
