@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -151,16 +153,30 @@ def compile_for(
     ]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jax.jit(function, donate_argnums=donate).trace(*abstract)
-        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+        lowered = traced.lower(lowering_platforms=("tpu",))
+    compiled, text = _compile_with_text(lowered)
     memory = compiled.memory_analysis()
     return Program(
-        text=compiled.as_text(),
+        text=text,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
     )
+
+
+def _compile_with_text(lowered: Any) -> tuple[Any, str]:
+    """The compiled program and its optimised HLO, as the compiler itself writes it down.
+
+    `as_text()` of jax 0.10.2 cannot parse what libtpu 0.0.52 compiles for v5p and v6e ("async-update
+    instruction should have 1 operands but sees 3").
+    """
+    with tempfile.TemporaryDirectory(prefix="hlo-") as directory:
+        options = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(compiler_options=options)
+        (path,) = Path(directory).glob("*.after_optimizations.txt")
+        return compiled, path.read_text()
 
 
 def compile_for_chip(

@@ -31,7 +31,13 @@ from kernels.backend import Backend
 from kernels.chips import Chip, chip_by_name
 from kernels.kv_layout import pages_bytes, pages_shape
 from models.config import MODEL_AXIS, TargetConfig
-from models.sharding import PAGES_SPEC, global_shape, parameter_spec, split_over
+from models.sharding import (
+    PAGES_SPEC,
+    VOCABULARY_SPEC,
+    global_shape,
+    parameter_spec,
+    split_over,
+)
 from models.target import parameter_shapes
 from models.trees import unflatten
 from verify_service.batch import Bucket
@@ -114,7 +120,7 @@ def compile_step(
         page_size=load.page_size,
         head_dim=target.head_dim,
     )
-    slots = (load.batch, target.vocab_size)
+    slots = (load.batch, target.stored_vocab_size)
 
     def step(pages: Any, seen: Any, bias: Any, buffer: Any, *leaves: Any) -> StepOutput:
         def run(params: Any, state: DeviceState, buffer: jax.Array) -> StepOutput:
@@ -133,8 +139,8 @@ def compile_step(
         step,
         [
             aot.Argument(shape, target.dtype, PAGES_SPEC),
-            aot.Argument(slots, jnp.int32),
-            aot.Argument(slots, jnp.float32),
+            aot.Argument(slots, jnp.int32, VOCABULARY_SPEC),
+            aot.Argument(slots, jnp.float32, VOCABULARY_SPEC),
             aot.Argument((config.shape.packing(bucket).size,), jnp.int32),
             *(
                 aot.Argument(global_shape(target, p, s), target.dtype, parameter_spec(p))

@@ -29,7 +29,14 @@ from models.config import TargetConfig, default_boundaries
 from models.eagle3 import FeatureKind, FuseNorm, HeadConfig, TableSource
 from models.eagle3.module import head_shapes
 from models.rope import RopeConfig
-from models.sharding import PAGES_SPEC, WHOLE_SPEC, global_shape, parameter_spec, split_over
+from models.sharding import (
+    PAGES_SPEC,
+    VOCABULARY_SPEC,
+    WHOLE_SPEC,
+    global_shape,
+    parameter_spec,
+    split_over,
+)
 from models.target import parameter_shapes
 from models.trees import flatten, unflatten
 from verify_service.batch import Bucket
@@ -288,11 +295,13 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
     ]
     pages = Argument(shape, BF16, PAGES_SPEC if mesh else WHOLE)
     buffer = Argument((config.shape.packing(bucket).size,), jnp.int32)
-    slots = (config.max_sequences, target.vocab_size)
+    slots = (config.max_sequences, target.stored_vocab_size)
+    by_token = VOCABULARY_SPEC if mesh else WHOLE
+    state = [Argument(slots, dtype, by_token) for dtype in (jnp.int32, F32)]
     return Step(
         call=Call(
             function=run,
-            arguments=[pages, Argument(slots, jnp.int32), Argument(slots, F32), buffer, *weights],
+            arguments=[pages, *state, buffer, *weights],
             donate=(0, 1, 2),
         ),
         weights=_large(list(local.values())),

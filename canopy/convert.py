@@ -47,6 +47,7 @@ def to_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     )
     _set_prompt(request, prompt)
     _set(request, "request_id", options.request_id)
+    _set(request, "cache_salt", options.cache_salt)
     _set(request, "model", options.model)
     with _named("stop", options.stop):
         request.stop.extend(options.stop)
@@ -150,6 +151,7 @@ def _to_completion(completion: pb.GenerateCompletion) -> Completion:
         matched_stop=getattr(completion, kind) if kind else None,
         num_prompt_tokens=completion.usage.num_prompt_tokens,
         num_completion_tokens=completion.usage.num_completion_tokens,
+        num_cached_prompt_tokens=completion.usage.num_cached_prompt_tokens,
         seed=completion.seed,
         timings=Timings(
             total=timings.total_seconds,

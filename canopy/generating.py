@@ -153,7 +153,11 @@ def stats_table(completion: Completion) -> Table:
     rate = decoded / timings.decode if timings.decode else 0.0
     for name, value in (
         ("finish reason", completion.finish_reason.value),
-        ("tokens", f"{completion.num_prompt_tokens} in, {completion.num_completion_tokens} out"),
+        (
+            "tokens",
+            f"{completion.num_prompt_tokens} in ({completion.num_cached_prompt_tokens} cached),"
+            f" {completion.num_completion_tokens} out",
+        ),
         ("seed", str(completion.seed)),
         ("tokens/s after the first", f"{rate:.1f}"),
         ("time to first token", f"{timings.time_to_first_token:.3f} s"),

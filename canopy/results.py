@@ -44,6 +44,7 @@ class Options:
     max_tree_nodes: int | None = None
     model: str = ""
     request_id: str = ""
+    cache_salt: str = ""  # only requests with the same share what was computed for a prompt
     # what to return beside the text
     token_ids: bool = False
     trace: bool = False
@@ -126,6 +127,7 @@ class Completion:
     matched_stop: str | int | None
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_cached_prompt_tokens: int  # of the prompt, found computed already
     seed: int
     timings: Timings
     speculation: Speculation

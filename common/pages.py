@@ -15,7 +15,7 @@ used first.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +44,11 @@ class PageCounts:
     def total(self) -> int:
         return self.live + self.cached + self.reserved + self.free
 
+    @property
+    def available(self) -> int:
+        """Pages that nobody holds."""
+        return self.cached + self.free
+
 
 class PagePool:
     """Allocator with reference counts. Every method either does all it was asked or raises
@@ -61,6 +66,7 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._num_live = 0
+        self.num_evicted = 0  # cached pages given to somebody else, since the start
 
     @property
     def num_available(self) -> int:
@@ -144,9 +150,45 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def num_sole(self, pages: Iterable[int]) -> int:
-        """How many of these a single holder would make available by releasing them."""
-        return sum(self._references[page] == 1 for page in pages)
+    def hold(self, pages: Iterable[int]) -> None:
+        """Takes one more reference to each of these held pages: a fork shares them."""
+        for page in pages:
+            if self._references[page] < 1:
+                raise ValueError(f"page {page} is {self._state[page].name}; nobody holds it")
+            self._references[page] += 1
+
+    def is_writable(self, page: int) -> bool:
+        """Whether its one holder may put rows in: no other has it, nor could find it by its key."""
+        return self._references[page] == 1 and page not in self._key_of
+
+    def is_sole(self, page: int) -> bool:
+        """Whether exactly one holder refers to it."""
+        return self._references[page] == 1
+
+    def withdraw(self, page: int) -> None:
+        """Takes a published page that one holder has off the books: it is writable again."""
+        if self._state[page] is not PageState.LIVE or self._references[page] != 1:
+            raise ValueError(
+                f"page {page} is {self._state[page].name} with {self._references[page]} holders;"
+                " only a live page of one holder is withdrawn"
+            )
+        key = self._key_of.pop(page, None)
+        if key is not None:
+            del self._page_of[key]
+
+    def forget_keys(self) -> None:
+        """Takes every page off the books: cached pages become free, held ones private."""
+        self._page_of.clear()
+        self._key_of.clear()
+        for page in self._cached:
+            self._state[page] = PageState.FREE
+            self._free.append(page)
+        self._cached.clear()
+
+    def num_freed(self, holders: Iterable[Iterable[int]]) -> int:
+        """How many pages would become available if these holders gave back all of theirs."""
+        given_back = Counter(page for pages in holders for page in pages)
+        return sum(self._references[page] == count for page, count in given_back.items())
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError unless the books agree with the page lists of all holders."""
@@ -165,5 +207,6 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
+        self.num_evicted += 1
         del self._page_of[self._key_of.pop(page)]
         return page

@@ -137,6 +137,7 @@ def _limits(config: DraftConfig, head: HeadConfig) -> DraftLimits:
         max_extend_rows=config.max_extend_tokens,
         recent_rows=config.recent_feature_rows,
         max_waiting_bytes=config.feature_memory_bytes,
+        prefix_cache=config.prefix_cache,
         grace_seconds=config.grace_seconds,
     )
 

@@ -42,6 +42,9 @@ class Bucket:
             Field("kv_lens", (b,)),
             Field("last_rows", (num_last_rows,)),
             Field("page_table", (b, pages_per_sequence)),
+            Field("num_copies", (1,)),
+            Field("copy_from", (b,)),  # pages; the first num_copies count
+            Field("copy_to", (b,)),
             Field("features", (r, feature_words), "uint32"),
         )
 
@@ -67,6 +70,10 @@ def pack(works: Sequence[SequenceWork], packing: Packing, bucket: Bucket) -> Int
             v["last_rows"][slot] = row - 1
     v["starts"][len(works) + 1 :] = row
     v["num_live"][:] = (len(works), row)
+    copies = [work.page_copy for work in works if work.page_copy is not None]
+    v["num_copies"][0] = len(copies)
+    for i, (source, target) in enumerate(copies):
+        v["copy_from"][i], v["copy_to"][i] = source, target
     return buffer
 
 

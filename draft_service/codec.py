@@ -108,6 +108,7 @@ def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
                 tokens=tuple(opened.tokens),
                 max_total_tokens=opened.max_total_tokens,
                 features_from=opened.features_from,
+                cache_salt=opened.cache_salt,
                 tree=_shape(opened.tree, shape) if opened.HasField("tree") else None,
             )
         case "attach":

@@ -25,12 +25,14 @@ class Open(_Addressed):
     """Begins a sequence with all its committed tokens, at least one.
 
     `features_from`: rows of earlier positions never come. `tree` None: the engine's full shape.
+    `cache_salt`: pages are shared among sequences with the same.
     """
 
     tokens: tuple[int, ...]
     max_total_tokens: int
     features_from: int = 0
     tree: TreeShape | None = None
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

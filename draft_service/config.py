@@ -55,6 +55,9 @@ class DraftConfig(DeviceConfig):
     feature_memory_bytes: int = Field(
         64 << 20, ge=4 << 20, description="Feature rows that may wait, of all sequences."
     )
+    prefix_cache: bool = Field(
+        True, description="Full KV pages are shared by sequences that begin with the same tokens."
+    )
     grace_seconds: float = Field(
         30.0, ge=0, le=3600, description="Sequences of a lost router are kept this long."
     )

@@ -34,7 +34,7 @@ from kernels.backend import Backend
 from kernels.build_tree.types import BuiltTree
 from kernels.chips import Chip
 from kernels.kv_commit.api import kv_commit
-from kernels.kv_layout import pages_bytes, pages_shape
+from kernels.kv_layout import copy_pages, pages_bytes, pages_shape
 from kernels.tree_attention.api import tree_attention
 from models.eagle3 import HeadConfig, head_embed, head_forward, head_fuse
 from models.layers import Params
@@ -236,6 +236,7 @@ class DeviceEngine:
 
         def step(params: Params, pages: jax.Array, buffer: jax.Array) -> Any:
             x = {field.name: buffer[span].reshape(field.shape) for field, span in packing.spans()}
+            pages = copy_pages(pages, x["copy_from"], x["copy_to"], x["num_copies"][0])
             outs, pages = self._extend(params, pages, x)
             if not bucket.drafts:
                 return pages, jnp.zeros((bucket.num_sequences, 0), jnp.int32)

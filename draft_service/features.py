@@ -71,6 +71,11 @@ class FeatureStore:
                 self._rows[p] = row.copy()  # a view would keep its whole piece alive
         self._advance()
 
+    def feed_again(self, position: int) -> None:
+        """Notes that rows from `position` on, all of them still kept, are to be fed once more."""
+        self._num_waiting += max(0, self.next - position)
+        self.next = min(self.next, position)
+
     def cut(self, end: int) -> None:
         """Forgets rows from position `end` on: they come again."""
         end = max(end, self.first)

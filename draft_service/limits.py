@@ -25,6 +25,7 @@ class DraftLimits:
     max_extend_rows: int  # pairs in a step that only extends
     recent_rows: int = 32  # feature rows kept behind the KV, to draft again after a Rollback
     max_waiting_bytes: int = 64 << 20  # feature rows that wait for tokens, gaps or a step
+    prefix_cache: bool = True
     grace_seconds: float = 30.0  # for Attach after a stream went, and for tombstones
 
     def __post_init__(self) -> None:

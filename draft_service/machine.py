@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from common.fencing import Registry, is_new_epoch, stale
+from common.page_keys import PageKeys
 from common.pages import PageCounts
 from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState, TreeShape
 from draft_service import checks
@@ -65,6 +66,16 @@ class DraftMachine:
     @property
     def page_counts(self) -> PageCounts:
         return self._residency.counts
+
+    @property
+    def prefix_counts(self) -> tuple[int, int, int]:
+        """Since the start: tokens looked up, tokens found, cached pages given to others."""
+        residency = self._residency
+        return (
+            residency.num_looked_up_tokens,
+            residency.num_found_tokens,
+            residency.num_evicted_pages,
+        )
 
     def check_balance(self) -> None:
         """Raises AssertionError unless pages and references add up."""
@@ -155,18 +166,28 @@ class DraftMachine:
         self._registry.forget(min(orphans, key=lambda entry: entry[0])[1])
 
     def _new_sequence(self, stream: int, command: Open, now: float) -> DraftSequence:
+        keys = PageKeys(self._limits.page_size, command.cache_salt, lookahead=1)
+        found = self._residency.find(
+            command.tokens, keys, command.features_from, command.max_total_tokens
+        )
+        features_from = 0 if found else command.features_from
         sequence = DraftSequence(
             sequence_id=command.sequence_id,
             epoch=command.epoch,
             stream=stream,
             arrival=self._registry.next_arrival(),
             tokens=list(command.tokens),
-            features_from=command.features_from,
+            features_from=features_from,
             shape=checks.shape_within(command.tree, self._limits.tree),
             max_total_tokens=command.max_total_tokens,
-            features=FeatureStore(command.features_from, self._limits.recent_rows),
+            features=FeatureStore(features_from, self._limits.recent_rows),
+            page_keys=keys,
+            pages=found,
+            kv_len=len(found) * self._limits.page_size,
+            num_published=len(found),
             used_at=now,
         )
+        sequence.features.fed(sequence.kv_len)
         self._registry.hand_over(sequence, stream, command.epoch, now)
         return sequence
 
@@ -210,6 +231,7 @@ class DraftMachine:
             checks.check_rollback(command, sequence)
             self._registry.hand_over(sequence, stream, command.epoch, now)
             del sequence.tokens[command.committed_len :]
+            sequence.page_keys.cut(command.committed_len)
             sequence.next_round = command.round
             sequence.pending = sequence.grown = None
             # Pair committed_len - 1 had a token that is gone; verify sends its feature again.
@@ -289,6 +311,7 @@ class DraftMachine:
         more: every sequence is gone, and said to be.
         """
         events: list[Event] = []
+        self._residency.forget_cached()
         failed = self._stepper.abandon(works)
         for sequence in failed:
             if sequence.closed:

@@ -60,6 +60,18 @@ class DraftMetrics:
             "waiting_feature_bytes", "Feature bytes that no step has fed yet"
         )
 
+        self._looked_up = RisingCounter(
+            metrics.counter("prefix_cache_query_tokens", "Tokens of sequences that were opened")
+        )
+        self._found = RisingCounter(
+            metrics.counter(
+                "prefix_cache_hit_tokens", "Of those, tokens with KV rows there already"
+            )
+        )
+        self._evicted = RisingCounter(
+            metrics.counter("prefix_cache_evicted_pages", "Cached pages given to other sequences")
+        )
+
     def note_step(self, plan: Plan, step_seconds: float, host_seconds: float) -> None:
         self._step_seconds.labels("draft" if plan.drafts else "extend").observe(step_seconds)
         self._host_seconds.observe(host_seconds)
@@ -100,3 +112,7 @@ class DraftMetrics:
         self._sequences.labels("open").set(machine.num_sequences)
         self._waiting_bytes.set(machine.waiting_feature_bytes)
         self._ignored_rows.set_total(machine.num_ignored_rows)
+        looked_up, found, evicted = machine.prefix_counts
+        self._looked_up.set_total(looked_up)
+        self._found.set_total(found)
+        self._evicted.set_total(evicted)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from common.page_keys import PageKeys
 from common.types import DraftTree, SequenceState, TreeShape
 from draft_service.commands import Command
 from draft_service.events import GrownTree
@@ -42,6 +43,7 @@ class DraftSequence:
     shape: TreeShape  # of Open, within the engine's
     max_total_tokens: int
     features: FeatureStore
+    page_keys: PageKeys
     next_round: int = 0
 
     pending: PendingTree | None = None
@@ -50,6 +52,8 @@ class DraftSequence:
 
     kv_len: int = 0
     pages: list[int] = field(default_factory=list)
+    num_published: int = 0  # of `pages`, from the first on
+    copy: tuple[int, int] | None = None  # a page, still held, to be copied to one of `pages` first
     in_flight: bool = False
     closed: bool = False
     used_at: float = 0.0  # last Open, Extend or step
@@ -58,6 +62,11 @@ class DraftSequence:
     @property
     def committed_len(self) -> int:
         return len(self.tokens)
+
+    @property
+    def held_pages(self) -> list[int]:
+        """Every page that it has a reference to."""
+        return self.pages if self.copy is None else [*self.pages, self.copy[0]]
 
     @property
     def num_pairs(self) -> int:

@@ -30,7 +30,8 @@ class SequenceWork:
     `tokens` int32 [n], n ≥ 1: the later token of each pair, target vocabulary. `features` [n, F].
     `kv_len`: pairs in pages before these; pair i goes to KV place kv_len + i. `page_ids` int32:
     page j holds places [j·page_size, (j+1)·page_size), reserved for kv_len + n. If it drafts, the
-    root of the tree is the last of `tokens`.
+    root of the tree is the last of `tokens`. `page_copy`: a page of others and one of `page_ids`,
+    into which the first is copied, all layers, before anything else happens.
     """
 
     sequence_id: bytes
@@ -38,6 +39,7 @@ class SequenceWork:
     features: FeatureArray = field(repr=False)
     kv_len: int
     page_ids: Int32Array
+    page_copy: tuple[int, int] | None = None
     drafts: bool
 
     @property
@@ -55,6 +57,8 @@ class SequenceWork:
             raise ValueError(f"tokens: one is outside [0, {vocab_size})")
         if self.kv_len < 0:
             raise ValueError(f"kv_len: {self.kv_len} is negative")
+        if self.page_copy is not None and self.page_copy[1] not in self.page_ids:
+            raise ValueError(f"page_copy: to page {self.page_copy[1]}, which is none of page_ids")
         room = int(self.page_ids.shape[0]) * page_size
         if room < self.kv_len + n:
             raise ValueError(

@@ -155,10 +155,13 @@ class Stepper:
         for sequence in ready:
             if len(works) == self._limits.max_step_sequences:
                 break
-            if not sequence.closed and self._reserve(sequence, sequence.num_pairs, events):
-                # With every pair in pages already, the last is fed again for its output.
-                first = min(sequence.kv_len, sequence.num_pairs - 1)
-                works.append(self._launch(sequence, first, sequence.num_pairs, True, now))
+            if sequence.closed:
+                continue
+            if not sequence.num_missing:  # the last pair is fed again, for its output
+                self._residency.cut(sequence, sequence.num_pairs - 1)
+                sequence.features.feed_again(sequence.features_from + sequence.num_pairs - 1)
+            if self._reserve(sequence, sequence.num_pairs, events):
+                works.append(self._launch(sequence, sequence.kv_len, sequence.num_pairs, True, now))
         return works
 
     def _extend(
@@ -222,6 +225,7 @@ class Stepper:
             features=sequence.features.take(position, until - first),
             kv_len=first,
             page_ids=np.array(sequence.pages, np.int32),
+            page_copy=sequence.copy,
             drafts=drafts,
         )
         wish = sequence.pending if drafts else None

@@ -75,6 +75,23 @@ def write_rows(pages: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.A
     return written
 
 
+def copy_pages(
+    pages: jax.Array, source: jax.Array, target: jax.Array, num_copies: jax.Array
+) -> jax.Array:
+    """`pages` with page `target`[i] as `source`[i], all layers, for i below `num_copies`, in turn.
+
+    `source`, `target` int32 [C]; `num_copies` int32 scalar at most C. In place if `pages` is
+    donated; nothing is moved where there is nothing to copy.
+    """
+
+    def copy(i: jax.Array, pages: jax.Array) -> jax.Array:
+        page = lax.dynamic_slice_in_dim(pages, source[i], 1, axis=1)
+        return lax.dynamic_update_slice_in_dim(pages, page, target[i], axis=1)
+
+    done: jax.Array = lax.fori_loop(0, num_copies, copy, pages)
+    return done
+
+
 def scatter_rows(
     pages: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array
 ) -> jax.Array:

@@ -93,6 +93,11 @@ class TargetConfig:
         """Rows of the embedding on a chip; the last chip's may end in padding."""
         return -(-self.vocab_size // self.num_shards)
 
+    @property
+    def stored_vocab_size(self) -> int:
+        """Of all chips together, padding included."""
+        return self.local_vocab_size * self.num_shards
+
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer has experts in the place of one MLP."""
         return self.experts is not None and self.sparse_layers[layer]

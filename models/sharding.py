@@ -4,7 +4,7 @@ Attention by heads, MLPs and experts by their inner width, embedding and lm_head
 vocabulary; norms, the experts' router and what is added after a sum lie whole on every chip. Where
 chips are more than KV heads, each head lies on several. The step runs inside one `jax.shard_map`:
 a chip sees its own share of every array, and the modules add up what the chips found (two sums a
-layer, one for the embedding, and the logits are gathered).
+layer, one for the embedding). Logits stay split: sampling exchanges a few numbers a row.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ def parameter_spec(path: tuple[str, ...]) -> PartitionSpec:
 
 PAGES_SPEC = PartitionSpec(None, None, MODEL_AXIS)  # type: ignore[no-untyped-call]
 """KV pages: by KV head (kernels/kv_layout.py has the order of the axes)."""
+
+VOCABULARY_SPEC = PartitionSpec(None, MODEL_AXIS)  # type: ignore[no-untyped-call]
+"""Of [rows, tokens]: by token."""
 
 WHOLE_SPEC = PartitionSpec()  # type: ignore[no-untyped-call]
 

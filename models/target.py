@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from kernels.vocabulary import share_start
 from models.checkpoint import open_checkpoint
 from models.config import TargetConfig, read_target_config
 from models.decoder import DecoderLayer, embedding_rows
@@ -108,12 +108,16 @@ def finish_rows(
 
 
 def target_logits(config: TargetConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """float32 [N, V] of hidden [N, Ht], which is after the final norm; whole on every chip."""
+    """float32 [N, V] of hidden [N, Ht], which is after the final norm.
+
+    On several chips V is each chip's own `local_vocab_size`, -inf beyond the vocabulary's end.
+    """
     logits = project_to_vocabulary(hidden, output_table(config, params))
-    if config.axis is None:
+    if config.stored_vocab_size == config.vocab_size:
         return logits
-    whole: jax.Array = lax.all_gather(logits, config.axis, axis=1, tiled=True)
-    return whole[:, : config.vocab_size]
+    size = config.local_vocab_size
+    tokens = share_start(size, config.axis) + jnp.arange(size, dtype=jnp.int32)
+    return jnp.where(tokens < config.vocab_size, logits, -jnp.inf)
 
 
 def output_table(config: TargetConfig, params: Params) -> jax.Array:

@@ -63,6 +63,7 @@ def _verify_open(command: VerifyOpen) -> verify_pb2.VerifyOpen:
         wants_features=command.wants_features,
         logprobs=command.sampling.logprobs,
         top_logprobs=command.sampling.top_logprobs,
+        cache_salt=command.cache_salt,
         choice_index=command.choice_index,
         fork_of=command.fork_of or b"",
     )
@@ -83,6 +84,7 @@ def encode_draft(command: DraftCommand) -> draft_pb2.DraftCommand:
             message.open.tree.CopyFrom(_shape(command.tree))
             message.open.max_total_tokens = command.max_total_tokens
             message.open.features_from = command.features_from
+            message.open.cache_salt = command.cache_salt
         case DraftAttach():
             message.attach.SetInParent()
         case Rollback():
@@ -143,6 +145,7 @@ def decode_verify(event: verify_pb2.VerifyEvent) -> VerifyEvent | None:
                     tuple(zip(place.tokens, place.logprobs, strict=False))
                     for place in body.top_logprobs
                 ),
+                num_cached_tokens=body.num_cached_tokens,
             )
         case "state":
             return StateReport(event.sequence_id, event.epoch, _state(event.state))

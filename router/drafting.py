@@ -175,6 +175,8 @@ class DraftSide:
             return False
         if self.stage is DraftStage.OPENING:
             self.stage = DraftStage.LIVE
+            # Rows below are in its KV already: of a sequence that began with the same tokens.
+            self._features_next = max(self._features_next, event.state.kv_len)
             return True
         if self.stage is DraftStage.ATTACHING:
             state = event.state
@@ -264,6 +266,7 @@ class DraftSide:
             self._tree,
             min(self._generation.max_total_tokens, self.settings.max_context_len),
             features_from,
+            self._generation.cache_salt,
         )
 
     def _lose(self, round_: int, pause_rounds: int) -> None:

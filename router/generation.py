@@ -33,6 +33,7 @@ class Generation:
     stop_token_ids: tuple[int, ...] = ()
     tree: TreeShape | None = None
     returns: Returns = Returns()
+    cache_salt: bytes = b""
     choice_index: int = 0
 
 

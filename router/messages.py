@@ -37,6 +37,7 @@ class VerifyOpen(_Command):
     max_total_tokens: int
     round: int
     wants_features: bool
+    cache_salt: bytes = b""
     choice_index: int = 0
     fork_of: bytes | None = None
 
@@ -75,6 +76,7 @@ class DraftOpen(_Command):
     tree: TreeShape
     max_total_tokens: int
     features_from: int
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class SequenceFailed(_Addressed):
 class RoundResult(_Addressed):
     """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus. `logprobs` and
     `top_logprobs` have one entry per token where they were asked for, else none.
+    `num_cached_tokens`: found computed at the Open that this round rode on.
     """
 
     round: int
@@ -126,6 +129,7 @@ class RoundResult(_Addressed):
     queue_seconds: float
     logprobs: Sequence[float] = ()
     top_logprobs: Sequence[TopLogprobs] = ()
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from router.errors import ErrorKind, RequestError
 from router.generation import Generation, Returns, Served
 
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_CACHE_SALT_BYTES = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 64
@@ -51,6 +52,7 @@ class CheckedRequest:
     stop_token_ids: tuple[int, ...]
     tree: TreeShape | None
     returns: Returns
+    cache_salt: bytes
     num_choices: int = 1
 
 
@@ -80,6 +82,7 @@ def check(request: generation_pb2.GenerateRequest, served: Served) -> CheckedReq
             pick_margins=request.return_options.pick_margins,
             prompt_token_ids=request.return_options.prompt_token_ids,
         ),
+        cache_salt=_cache_salt(request.cache_salt),
         num_choices=_num_choices(request, served),
     )
 
@@ -120,6 +123,7 @@ def complete(checked: CheckedRequest, prompt_tokens: Sequence[int], served: Serv
         stop_token_ids=checked.stop_token_ids,
         tree=checked.tree,
         returns=checked.returns,
+        cache_salt=checked.cache_salt,
     )
 
 
@@ -133,6 +137,15 @@ def _request_id(request_id: str) -> str:
             " ones, or none, and one is made",
         )
     return request_id
+
+
+def _cache_salt(salt: str) -> bytes:
+    encoded = salt.encode()
+    if len(encoded) > MAX_CACHE_SALT_BYTES:
+        raise RequestError(
+            "cache_salt", f"{len(encoded)} bytes; send at most {MAX_CACHE_SALT_BYTES}"
+        )
+    return encoded
 
 
 def _prompt(request: generation_pb2.GenerateRequest, served: Served) -> Prompt:

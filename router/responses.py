@@ -58,6 +58,7 @@ def encode_completion(finished: Finished, machine: GenerationMachine, now: float
         done.stop_token_id = finished.stop_token_id
     done.usage.num_prompt_tokens = len(generation.prompt_tokens)
     done.usage.num_completion_tokens = machine.num_emitted
+    done.usage.num_cached_prompt_tokens = machine.statistics.num_cached_tokens
     done.seed = generation.sampling.seed
     _fill_timings(done.timings, machine.clock, now)
     _fill_speculation(done.speculation, machine.statistics)

@@ -48,6 +48,7 @@ class RoundStatistics:
     num_rollbacks: int = 0
     num_root_only_rounds: int = 0
     num_emitted_first: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found computed by verify
     observer: RoundObserver | None = None
 
     def add_round(self, depths: Sequence[int], result: RoundResult, wanted_tree: bool) -> None:
@@ -58,6 +59,7 @@ class RoundStatistics:
         num_emitted = len(result.tokens)
         if self.num_rounds == 0:
             self.num_emitted_first = num_emitted
+            self.num_cached_tokens = result.num_cached_tokens
         self.num_rounds += 1
         self.num_emitted += num_emitted
         self.num_accepted += num_emitted - 1

@@ -62,6 +62,7 @@ class VerifySide:
             max_total_tokens=self._generation.max_total_tokens,
             round=round_,
             wants_features=self._wants_features,
+            cache_salt=self._generation.cache_salt,
             choice_index=self._generation.choice_index,
             fork_of=self._fork_of,
         )

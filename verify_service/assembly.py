@@ -183,6 +183,8 @@ def _limits(config: VerifyConfig, engine: DeviceEngine) -> VerifyLimits:
         max_prefill_tokens=config.max_prefill_tokens,
         max_stop_tokens=engine.config.max_stop_tokens,
         feature_window_tokens=config.feature_window_tokens,
+        prefix_cache=config.prefix_cache,
+        cached_feature_tokens=config.cached_feature_tokens,
         grace_seconds=config.grace_seconds,
         pause_seconds=config.pause_seconds,
     )

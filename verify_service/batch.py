@@ -53,6 +53,9 @@ class BatchShape:
             Field("kv_lens", (b,)),
             Field("num_causal", (b,)),
             Field("page_table", (b, self.pages_per_sequence)),
+            Field("num_copies", (1,)),
+            Field("copy_from", (b,)),  # pages; the first num_copies count
+            Field("copy_to", (b,)),
             Field("stop_tokens", (b, self.max_stop_tokens)),  # -1 padded
             Field("temperature", (b,), "float32"),
             Field("top_k", (b,)),
@@ -102,6 +105,10 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
         row += n
         v["starts"][slot + 1] = row
     v["starts"][len(works) + 1 :] = row
+    copies = [work.page_copy for work in works if work.page_copy is not None]
+    v["num_copies"][0] = len(copies)
+    for i, (source, target) in enumerate(copies):
+        v["copy_from"][i], v["copy_to"][i] = source, target
     return buffer
 
 

@@ -161,6 +161,7 @@ def _open(base: _Base, body: verify_pb2.VerifyOpen) -> Open:
         max_total_tokens=body.max_total_tokens,
         round=body.round,
         wants_features=body.wants_features,
+        cache_salt=body.cache_salt,
     )
 
 
@@ -238,6 +239,7 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
                     top_logprobs=[_top(place) for place in result.top_logprobs],
                     step_seconds=result.step_seconds,
                     queue_seconds=result.queue_seconds,
+                    num_cached_tokens=result.num_cached_tokens,
                 )
             )
         case Failed():

@@ -26,7 +26,7 @@ class Open(_Addressed):
 
     `tokens`: prompt and what was emitted before, at least one. `round`: the round that rides on the
     prefill's last chunk. `stop_tokens`: where the walk stops. `max_total_tokens`: never more than
-    these.
+    these. `cache_salt`: pages are shared among sequences with the same.
     """
 
     tokens: tuple[int, ...]
@@ -36,6 +36,7 @@ class Open(_Addressed):
     stop_tokens: tuple[int, ...] = ()
     round: int = 0
     wants_features: bool = False
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,15 @@ class VerifyConfig(DeviceConfig):
     feature_window_tokens: int = Field(
         2048, ge=64, le=1 << 20, description="Feature rows kept per sequence, to send and replay."
     )
+    prefix_cache: bool = Field(
+        True, description="Full KV pages are shared by sequences that begin with the same tokens."
+    )
+    cached_feature_tokens: int = Field(
+        65536,
+        ge=0,
+        description="Feature rows kept on the host for shared pages; without them, sequences that"
+        " are drafted for compute shared tokens again.",
+    )
     grace_seconds: float = Field(
         30.0, ge=0, le=3600, description="Sequences of a lost router are kept this long."
     )

@@ -108,7 +108,8 @@ class DeviceEngine:
         )
         where = None if self._mesh is None else NamedSharding(self._mesh, PAGES_SPEC)
         self._pages = jnp.zeros(shape, target.dtype, device=where)
-        self._slots = Slots(config.max_sequences, target.vocab_size, self._mesh, group)
+        num_tokens = target.stored_vocab_size
+        self._slots = Slots(config.max_sequences, num_tokens, self._mesh, group)
         self.pages_bytes = pages_bytes(shape, target.dtype)
         self._buckets = config.buckets()
         self._programs: dict[Bucket, Step] = {}

@@ -26,7 +26,8 @@ class RoundResult:
     `kv_len`: before the round, so that `tokens[i]` stands at position kv_len + 1 + i. `tokens`: the
     accepted path and the bonus. `margins`: one per token; so `logprobs` and `top_logprobs`, where
     asked for. `accepted_nodes`: indices into the tree as the router sent it. `num_nodes`: verified,
-    root included.
+    root included. `num_cached_tokens`: of the first result since
+    Open, tokens whose rows were found.
     """
 
     round: int
@@ -39,6 +40,7 @@ class RoundResult:
     step_seconds: float = 0.0
     queue_seconds: float = 0.0
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ class FeatureWindow:
         self.start = 0
         self.end = 0
         self.next_position = 0
+        self._borrowed_until = 0  # rows below are another's as well
 
     @property
     def num_waiting(self) -> int:
@@ -48,6 +49,26 @@ class FeatureWindow:
         self.end += fresh.shape[0]
         self._trim()
 
+    def borrow(self, position: int, rows: Rows) -> None:
+        """Like `append`, with rows that are kept elsewhere anyway: until they are sent they do not
+        count against the bound.
+        """
+        self._borrowed_until = max(self._borrowed_until, position + rows.shape[0])
+        self.append(position, rows)
+
+    def rows(self, position: int, num_rows: int) -> Rows | None:
+        """The rows from `position` on; None unless all of them are still held."""
+        end = position + num_rows
+        if position < self.start or end > self.end:
+            return None
+        parts: list[Rows] = []
+        for first, chunk in reversed(self._chunks):  # what is asked for is mostly at the end
+            if first < end:
+                parts.append(chunk[max(0, position - first) : end - first])
+            if first <= position:
+                break
+        return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
+
     def cut(self, end: int) -> None:
         """Forgets rows from position `end` on: the sequence was cut there."""
         while self._chunks and self._chunks[-1][0] >= end:
@@ -56,6 +77,7 @@ class FeatureWindow:
             position, chunk = self._chunks[-1]
             self._chunks[-1] = (position, chunk[: end - position])
         self.end = min(self.end, end)
+        self._borrowed_until = min(self._borrowed_until, end)
         self.start = min(self.start, self.end)
         self.next_position = min(self.next_position, self.end)
 
@@ -72,16 +94,24 @@ class FeatureWindow:
                 first = self.next_position - position
                 rows = chunk[first : first + max_rows]
                 self.next_position += rows.shape[0]
+                if self._borrowed_until > position:
+                    self._trim()
                 return position + first, rows
         raise AssertionError("rows wait but no chunk holds them")
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row; 0 while nothing is held."""
-        return int(self._chunks[0][1][:1].nbytes) if self._chunks else 0
+        return int(self._chunks[-1][1][:1].nbytes) if self._chunks else 0
+
+    @property
+    def _surplus(self) -> int:
+        """Rows beyond the bound."""
+        unsent = max(0, self._borrowed_until - max(self.start, self.next_position))
+        return self.end - self.start - self._max_rows - unsent
 
     def _trim(self) -> None:
-        while (surplus := self.end - self.start - self._max_rows) > 0:
+        while (surplus := self._surplus) > 0:
             position, chunk = self._chunks[0]
             if chunk.shape[0] <= surplus:
                 self._chunks.popleft()

@@ -22,6 +22,8 @@ class VerifyLimits:
     max_stop_tokens: int = 8
     max_unacknowledged: int = 2  # results kept per sequence
     feature_window_tokens: int = 2048
+    prefix_cache: bool = True
+    cached_feature_tokens: int = 65536  # feature rows kept of published pages
     grace_seconds: float = 30.0  # for Attach after a stream went, and for tombstones
     pause_seconds: float = 0.5  # after that long without a round a sequence may be put out first
 

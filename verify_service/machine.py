@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from common.page_keys import PageKeys
 from common.pages import PageCounts
 from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState
 from verify_service import checks
@@ -34,6 +35,7 @@ from verify_service.commands import (
 from verify_service.events import Closed, Event, Failed, RoundDone, StateReport
 from verify_service.features import FeatureWindow
 from verify_service.limits import VerifyLimits
+from verify_service.prefix_cache import PrefixCounts
 from verify_service.registry import Registry
 from verify_service.residency import Residency
 from verify_service.sequences import PendingRound, VerifySequence
@@ -91,6 +93,15 @@ class VerifyMachine:
     @property
     def page_counts(self) -> PageCounts:
         return self._residency.counts
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        return self._residency.prefix_counts
+
+    @property
+    def num_evicted_pages(self) -> int:
+        """Cached pages that were given to somebody else, since the start."""
+        return self._residency.num_evicted_pages
 
     def check_balance(self) -> None:
         """Raises AssertionError unless pages, references and slots all add up."""
@@ -205,6 +216,7 @@ class VerifyMachine:
             next_round=command.round,
             window=FeatureWindow(self._limits.feature_window_tokens),
             history=TokenHistory(tokens, command.num_prompt_tokens),
+            page_keys=PageKeys(self._limits.page_size, command.cache_salt),
             pending=PendingRound.root_only(command.round, command.tokens[-1], now),
         )
         self._registry.hand_over(sequence, stream, command.epoch, now)
@@ -246,6 +258,7 @@ class VerifyMachine:
             checks.check_rollback(command, sequence)
             self._registry.hand_over(sequence, stream, command.epoch, now)
             del sequence.tokens[command.committed_len :]
+            sequence.page_keys.cut(command.committed_len)
             sequence.num_prompt_tokens = min(sequence.num_prompt_tokens, command.committed_len)
             sequence.history = TokenHistory(sequence.tokens, sequence.num_prompt_tokens)
             sequence.next_round = command.round
@@ -303,6 +316,7 @@ class VerifyMachine:
     def fail(self, works: Sequence[SequenceWork], message: str, now: float) -> list[Event]:
         """After a step that failed: its sequences are gone, and said to be."""
         events: list[Event] = []
+        self._residency.forget_cached()  # what the device holds is not sure any more
         for sequence in self._stepper.abandon(works):
             if not sequence.closed:
                 events.append(

@@ -51,6 +51,18 @@ class VerifyMetrics:
         )
         self._pages = metrics.gauge("kv_pages", "KV pages by state", ["state"], values=PAGE_STATES)
 
+        self._looked_up = RisingCounter(
+            metrics.counter("prefix_cache_query_tokens", "Tokens of sequences that were admitted")
+        )
+        self._found = RisingCounter(
+            metrics.counter(
+                "prefix_cache_hit_tokens", "Of those, tokens with KV rows there already"
+            )
+        )
+        self._evicted = RisingCounter(
+            metrics.counter("prefix_cache_evicted_pages", "Cached pages given to other sequences")
+        )
+
     def note_step(self, plan: Plan, step_seconds: float, host_seconds: float) -> None:
         self._step_seconds.observe(step_seconds)
         self._host_seconds.observe(host_seconds)
@@ -88,3 +100,6 @@ class VerifyMetrics:
         self._sequences.labels("waiting").set(machine.num_waiting)
         self._sequences.labels("in_flight").set(machine.num_in_flight)
         self._sequences.labels("open").set(machine.num_sequences)
+        self._looked_up.set_total(machine.prefix_counts.looked_up)
+        self._found.set_total(machine.prefix_counts.found)
+        self._evicted.set_total(machine.num_evicted_pages)

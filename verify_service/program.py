@@ -1,8 +1,8 @@
 """The verify step as device programs: from one packed buffer to tokens, features and new pages.
 
-Embed rows at their positions -> layers, attending the paged prefix and the step's own block ->
-logits of the nodes -> the target's pick per node -> walk -> K/V of committed rows into pages.
-Deferred commit: a rejected branch never touches the pages.
+Copy the pages that are no longer shared -> embed rows at their positions -> layers, attending the
+paged prefix and the step's own block -> logits of the nodes -> the target's pick per node -> walk
+-> K/V of committed rows into pages. Deferred commit: a rejected branch never touches the pages.
 
 `verify_step` is that whole, traced as one program: what a TPU wants. `SplitStep` runs the same
 parts as several programs, the layers a few at a time: a CPU loses nothing by it (measured: within
@@ -29,6 +29,7 @@ from kernels.adjust_logits.types import LogitOptions, SlotState
 from kernels.backend import Backend
 from kernels.chips import Chip
 from kernels.kv_commit.api import kv_commit
+from kernels.kv_layout import copy_pages
 from kernels.sample_and_accept.api import sample_and_accept
 from kernels.sample_and_accept.types import Accepted, SamplerParams
 from kernels.token_logprobs.api import token_logprobs
@@ -36,7 +37,13 @@ from kernels.token_logprobs.types import TokenLogprobs
 from kernels.tree_attention.api import tree_attention
 from models.config import TargetConfig
 from models.layers import Params
-from models.sharding import PAGES_SPEC, WHOLE_SPEC, parameter_specs, split_over
+from models.sharding import (
+    PAGES_SPEC,
+    VOCABULARY_SPEC,
+    WHOLE_SPEC,
+    parameter_specs,
+    split_over,
+)
 from models.target import (
     LayersOutput,
     embed_rows,
@@ -58,7 +65,7 @@ class DeviceState(NamedTuple):
     slots: SlotState
 
 
-STATE_SPECS = DeviceState(PAGES_SPEC, WHOLE_SPEC)  # type: ignore[arg-type]
+STATE_SPECS = DeviceState(PAGES_SPEC, VOCABULARY_SPEC)  # type: ignore[arg-type]
 
 
 class StepOutput(NamedTuple):
@@ -96,6 +103,10 @@ class StepParts:
             )
             for field, span in self.shape.packing(self.bucket).spans()
         }
+
+    def own_pages(self, pages: jax.Array, x: Arrays) -> jax.Array:
+        """`pages` with those copied that sequences must have for themselves from now on."""
+        return copy_pages(pages, x["copy_from"], x["copy_to"], x["num_copies"][0])
 
     def layers(
         self,
@@ -180,12 +191,14 @@ class StepParts:
             x["positions"],
             x["row_sequence"],
             committed,
+            vocab_axis=self.target.axis,
             backend=Backend.XLA,
         )
 
     def _sample(
         self, logits: jax.Array, slots: SlotState, options: LogitOptions, x: Arrays
     ) -> Accepted:
+        axis = self.target.axis
         rows = x["node_rows"]
         nodes = (x["tokens"][rows], x["node_parents"], x["positions"][rows] + 1, x["node_sequence"])
         adjusted = adjust_logits(
@@ -195,6 +208,7 @@ class StepParts:
             options,
             x["stop_tokens"],
             max_depth=self.shape.max_depth,
+            vocab_axis=axis,
             backend=Backend.XLA,
         )
         return sample_and_accept(
@@ -210,7 +224,8 @@ class StepParts:
             ),
             x["stop_tokens"],
             max_depth=self.shape.max_depth,
-            backend=self.backend,
+            vocab_axis=axis,
+            backend=self.backend if axis is None else Backend.XLA,
             chip=self.chip,
         )
 
@@ -222,6 +237,7 @@ class StepParts:
             accepted.emitted,
             x["num_logprobs"],
             max_top=min(MAX_TOP_LOGPROBS, self.target.vocab_size),
+            vocab_axis=self.target.axis,
             backend=Backend.XLA,
         )
 
@@ -235,6 +251,7 @@ def verify_step(
 ) -> StepOutput:
     """The whole step, to be traced as one program. `state` should be donated."""
     x = parts.unpack(buffer)
+    state = state._replace(pages=parts.own_pages(state.pages, x))
     layers = layer_params(parts.target, params)
     stream = embed_rows(parts.target, params, x["tokens"])
     out = parts.layers(layers, 0, 0, state.pages, stream, x)
@@ -247,7 +264,8 @@ class WholeStep:
     def __init__(
         self, parts: StepParts, params: Params, state: DeviceState, mesh: Mesh | None
     ) -> None:
-        """Over the chips of `mesh` all make the same picks, and each keeps its heads' pages."""
+        """Over the chips of `mesh` all make the same picks; each keeps its heads' pages and its own
+        logits."""
         self._params = params
         buffer = np.zeros(parts.shape.packing(parts.bucket).size, np.int32)
 
@@ -278,11 +296,13 @@ class SplitStep:
         self._top = {k: v for k, v in params.items() if not k.startswith("layer_")}
         buffer = np.zeros(parts.shape.packing(parts.bucket).size, np.int32)
 
-        def embed(top: Params, buffer: jax.Array) -> jax.Array:
-            return embed_rows(target, top, parts.unpack(buffer)["tokens"])
+        def embed(top: Params, pages: jax.Array, buffer: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x = parts.unpack(buffer)
+            return embed_rows(target, top, x["tokens"]), parts.own_pages(pages, x)
 
-        self._embed: Any = jax.jit(embed).lower(self._top, buffer).compile()
-        stream: Any = jax.eval_shape(embed, self._top, buffer)
+        lowered = jax.jit(embed, donate_argnums=(1,)).lower(self._top, state.pages, buffer)
+        self._embed: Any = lowered.compile()
+        stream: Any = jax.eval_shape(embed, self._top, state.pages, buffer)[0]
         programs: dict[Any, Any] = {}
         self._groups: list[tuple[Any, list[Params], np.int32]] = []
         blocks: list[Any] = []
@@ -325,7 +345,8 @@ class SplitStep:
     def __call__(self, state: DeviceState, buffer: np.ndarray[Any, Any]) -> StepOutput:
         """Runs the step; `state` is given up."""
         on_device = jax.device_put(buffer)
-        stream = self._embed(self._top, on_device)
+        stream, pages = self._embed(self._top, state.pages, on_device)
+        state = state._replace(pages=pages)
         blocks: list[jax.Array] = []
         boundaries: list[jax.Array] = []
         for program, group, first in self._groups:

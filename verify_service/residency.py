@@ -6,6 +6,10 @@ back what was not accepted. Victims of a preemption are, in this order: those wh
 those that have paused long, the youngest. A sequence that is neither orphaned nor long paused gives
 way only to an older one, so that the oldest always goes on and nobody waits in a circle. A sequence
 in a launched step is never touched.
+
+Pages may be shared (verify_service/prefix_cache.py), and published ones are immutable: before a
+sequence writes into one that it does not have for itself it gets a page of its own, and the step
+copies the rows (copy-on-write). The page that is copied from stays held until that step retired.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Iterator
 
 from common.pages import PageCounts, PagePool
 from verify_service.limits import VerifyLimits
+from verify_service.prefix_cache import PrefixCache, PrefixCounts
 from verify_service.sequences import NO_SLOT, VerifySequence
 
 
@@ -21,6 +26,7 @@ class Residency:
     def __init__(self, limits: VerifyLimits) -> None:
         self._limits = limits
         self._pool = PagePool(limits.num_pages)
+        self._cache = PrefixCache(self._pool, limits)
         self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
         self._residents: dict[int, VerifySequence] = {}
 
@@ -34,9 +40,21 @@ class Residency:
     def counts(self) -> PageCounts:
         return self._pool.counts()
 
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        return self._cache.counts
+
+    @property
+    def num_evicted_pages(self) -> int:
+        return self._pool.num_evicted
+
+    def forget_cached(self) -> None:
+        """Nothing that was computed before is found by content any more."""
+        self._cache.forget()
+
     def check(self) -> None:
         """Raises AssertionError unless pages and slots balance."""
-        self._pool.check([sequence.pages for sequence in self._residents.values()])
+        self._pool.check([sequence.held_pages for sequence in self._residents.values()])
         assert len(self._free_slots) + len(self._residents) == self._limits.max_sequences
         for slot, sequence in self._residents.items():
             assert sequence.slot == slot, (sequence.slot, slot)
@@ -49,27 +67,73 @@ class Residency:
         """
         pages = self._limits.pages_for(sequence.committed_len)
         headroom = sum(other.arrival < sequence.arrival for other in self._residents.values())
-        put_out = self._make_room(sequence, pages + headroom, slot=True, now=now)
+        found = self._cache.take(sequence)
+        missing = pages - len(found)
+        put_out = self._make_room(sequence, missing + headroom, slot=True, now=now)
+        if put_out is None:
+            self._pool.release(found)
+            return None
+        self._cache.counts.looked_up += sequence.committed_len
+        self._enter(sequence, found + self._pool.reserve(missing), 0)
+        self._note_found(sequence, len(found))
+        return put_out
+
+    def catch_up(self, sequence: VerifySequence) -> None:
+        """Takes rows that another has computed since, in place of computing them again."""
+        found = self._cache.take(sequence)
+        if found:
+            first = sequence.kv_len // self._limits.page_size
+            replaced = slice(first, first + len(found))
+            self._pool.release(sequence.pages[replaced])
+            sequence.pages[replaced] = found
+            self._note_found(sequence, len(found))
+
+    def fork(
+        self, parent: VerifySequence, child: VerifySequence, now: float
+    ) -> list[VerifySequence] | None:
+        """Gives `child` a slot and the rows that `parent` has, by reference; returns whom it put
+        out.
+
+        No page is copied until one of the two writes into it. `parent` may be in a launched step:
+        what that writes is beyond its `kv_len`, and not looked at here. None, and nothing changed,
+        when there is no slot yet.
+        """
+        put_out = self._make_room(child, 0, slot=True, now=now, keep=parent)
         if put_out is None:
             return None
-        sequence.slot = self._free_slots.pop()
-        sequence.pages = self._pool.reserve(pages)
-        sequence.kv_len = 0
-        self._residents[sequence.slot] = sequence
+        rows = min(parent.kv_len, child.committed_len - 1)
+        shared = parent.pages[: self._limits.pages_for(rows)]
+        if parent.copy is not None:  # not made yet: the rows are still where they come from
+            source, target = parent.copy
+            shared = [source if page == target else page for page in shared]
+        self._pool.hold(shared)
+        self._enter(child, shared, rows)
         return put_out
 
     def grow(
         self, sequence: VerifySequence, num_rows: int, now: float
     ) -> list[VerifySequence] | None:
-        """Reserves pages up to `num_rows` KV rows, putting others out if it must; None: no room
-        yet.
+        """Makes the rows from `kv_len` up to `num_rows` the sequence's to write, putting others
+        out if it must; None: no room yet.
+
+        Reserves what pages are missing. A page that holds rows below `kv_len` and is not the
+        sequence's alone is replaced by one to copy it to.
         """
-        missing = self._limits.pages_for(num_rows) - len(sequence.pages)
-        if missing <= 0:
-            return []
-        put_out = self._make_room(sequence, missing, slot=False, now=now)
-        if put_out is not None:
-            sequence.pages += self._pool.reserve(missing)
+        missing = max(0, self._limits.pages_for(num_rows) - len(sequence.pages))
+        shared = self._shared_tail(sequence)
+        wanted = missing + (shared is not None)
+        if shared is not None and self._pool.num_available < wanted:
+            # Copying would put somebody out: better that nobody finds the page any more.
+            wanted -= self._withdraw(sequence.pages[shared])
+        put_out = self._make_room(sequence, wanted, slot=False, now=now)
+        if put_out is None:
+            return None
+        shared = self._shared_tail(sequence)  # those put out may have been its other holders
+        if shared is not None:
+            [target] = self._pool.reserve(1)
+            sequence.copy = (sequence.pages[shared], target)
+            sequence.pages[shared] = target
+        sequence.pages += self._pool.reserve(missing)
         return put_out
 
     def room_rows(self, sequence: VerifySequence) -> int:
@@ -77,42 +141,92 @@ class Residency:
         return (len(sequence.pages) + self._pool.num_available) * self._limits.page_size
 
     def settle(self, sequence: VerifySequence) -> None:
-        """After a step: pages with committed rows become live, those beyond the next root are
-        released.
+        """After a step: pages with committed rows become live, full ones are published, those
+        beyond the next root are released, and so is the one that was copied from.
         """
+        self._end_copy(sequence)
         self._pool.commit(sequence.pages[: self._limits.pages_for(sequence.kv_len)])
+        self._cache.publish(sequence)
         self._shorten(sequence, self._limits.pages_for(sequence.committed_len))
 
     def cut(self, sequence: VerifySequence, kv_len: int) -> None:
         """Forgets rows from `kv_len` on and releases the pages behind them."""
         sequence.kv_len = min(sequence.kv_len, kv_len)
-        self._shorten(sequence, self._limits.pages_for(kv_len + 1))
+        full = sequence.kv_len // self._limits.page_size
+        sequence.num_published = min(sequence.num_published, full)
+        self._shorten(sequence, self._limits.pages_for(sequence.kv_len))
+        if sequence.copy is not None and sequence.copy[1] not in sequence.pages:
+            self._end_copy(sequence)
 
     def put_out(self, sequence: VerifySequence) -> None:
         """Takes slot and pages back. Again: no change."""
         if not sequence.is_resident:
             return
-        self._pool.release(sequence.pages)
+        self._end_copy(sequence)
+        self._pool.release(reversed(sequence.pages))  # the beginning is what others may share
         del self._residents[sequence.slot]
         self._free_slots.append(sequence.slot)
         sequence.slot, sequence.pages, sequence.kv_len = NO_SLOT, [], 0
+        sequence.num_published = 0
+
+    def _enter(self, sequence: VerifySequence, pages: list[int], kv_len: int) -> None:
+        sequence.slot = self._free_slots.pop()
+        sequence.pages, sequence.kv_len = pages, kv_len
+        self._residents[sequence.slot] = sequence
+
+    def _note_found(self, sequence: VerifySequence, num_pages: int) -> None:
+        rows = num_pages * self._limits.page_size
+        sequence.kv_len += rows
+        sequence.num_found += rows
+        sequence.num_published = sequence.kv_len // self._limits.page_size
+        self._cache.counts.found += rows
+
+    def _shared_tail(self, sequence: VerifySequence) -> int | None:
+        """Index of the page that the next row goes into, if others may read its earlier rows."""
+        index, used = divmod(sequence.kv_len, self._limits.page_size)
+        if not used or self._pool.is_writable(sequence.pages[index]):
+            return None
+        return index
+
+    def _withdraw(self, page: int) -> bool:
+        """Makes a published page that one sequence has for itself writable; False: others hold
+        it.
+        """
+        if not self._pool.is_sole(page):
+            return False
+        self._pool.withdraw(page)
+        return True
+
+    def _end_copy(self, sequence: VerifySequence) -> None:
+        if sequence.copy is not None:
+            self._pool.release([sequence.copy[0]])
+            sequence.copy = None
 
     def _shorten(self, sequence: VerifySequence, num_pages: int) -> None:
         self._pool.release(sequence.pages[num_pages:])
         del sequence.pages[num_pages:]
 
     def _make_room(
-        self, sequence: VerifySequence, pages: int, *, slot: bool, now: float
+        self,
+        sequence: VerifySequence,
+        pages: int,
+        *,
+        slot: bool,
+        now: float,
+        keep: VerifySequence | None = None,
     ) -> list[VerifySequence] | None:
-        """Puts out as few as needed for `pages` (and a slot); None, and nobody, if in vain."""
+        """Puts out as few as needed for `pages` (and a slot), `keep` never; None, and nobody, if
+        in vain.
+        """
         victims: list[VerifySequence] = []
         available, slots = self._pool.num_available, len(self._free_slots)
         if available < pages or slots < slot:
             for victim in self._victims(sequence, now):
+                if victim is keep:
+                    continue
                 victims.append(victim)
-                available += self._pool.num_sole(victim.pages)
-                slots += 1
-                if available >= pages and slots >= slot:
+                freed = self._pool.num_freed(v.held_pages for v in victims)
+                if available + freed >= pages and slots + len(victims) >= slot:
                     break
             else:
                 return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.page_keys import PageKeys
 from common.types import DraftTree, Int32Array, SamplingParams, SequenceState
 from verify_service.commands import Command
 from verify_service.events import RoundResult
@@ -86,6 +87,7 @@ class VerifySequence:
     next_round: int
     window: FeatureWindow
     history: TokenHistory
+    page_keys: PageKeys
 
     pending: PendingRound | None = None
     results: dict[int, RoundResult] = field(default_factory=dict)  # unacknowledged
@@ -94,6 +96,9 @@ class VerifySequence:
     kv_len: int = 0
     slot: int = NO_SLOT
     pages: list[int] = field(default_factory=list)
+    num_found: int = 0  # rows found since Open, until a result has told of them
+    num_published: int = 0  # of `pages`, from the first on
+    copy: tuple[int, int] | None = None  # a page, still held, to be copied to one of `pages` first
     in_flight: bool = False
     closed: bool = False  # while in flight: frees its pages when the step retires
     paused_since: float = 0.0  # when it last became idle
@@ -106,6 +111,11 @@ class VerifySequence:
     @property
     def is_resident(self) -> bool:
         return self.slot != NO_SLOT
+
+    @property
+    def held_pages(self) -> list[int]:
+        """Every page that it has a reference to."""
+        return self.pages if self.copy is None else [*self.pages, self.copy[0]]
 
     @property
     def num_missing(self) -> int:

@@ -21,7 +21,7 @@ from common.group.leader import Leader
 from common.group.wire import Array
 from kernels.adjust_logits.api import empty_state, seen_row
 from kernels.adjust_logits.types import SlotState
-from models.sharding import WHOLE_SPEC
+from models.sharding import VOCABULARY_SPEC
 from verify_service.step import SequenceOutcome, SequenceWork, TokenHistory
 
 
@@ -35,15 +35,16 @@ class Slots:
     def __init__(
         self, num_slots: int, vocab_size: int, mesh: Mesh | None, group: Leader | None = None
     ) -> None:
-        where = None if mesh is None else NamedSharding(mesh, WHOLE_SPEC)
+        """`vocab_size`: with padding, so that the mesh's chips have equal shares of it."""
+        where = None if mesh is None else NamedSharding(mesh, VOCABULARY_SPEC)
         empty = jax.jit(lambda: empty_state(num_slots, vocab_size), out_shardings=where)
         self.state = SlotState(*empty())
         self._group = group
         self._vocab_size = vocab_size
         self._known: dict[int, tuple[TokenHistory, int]] = {}  # slot -> whose, and its rows so far
         seen, bias = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, np.float32)
-        lowered = jax.jit(_set, donate_argnums=(0,)).lower(self.state, np.int32(0), seen, bias)
-        self._set: Any = lowered.compile()
+        put = jax.jit(_set, donate_argnums=(0,), out_shardings=where)
+        self._set: Any = put.lower(self.state, np.int32(0), seen, bias).compile()
 
     def prepare(self, works: Sequence[SequenceWork]) -> None:
         """Before a step: sets the slots that do not stand where their sequence stands."""

@@ -39,7 +39,8 @@ class SequenceWork:
     for causal rows, and for a tree node a row in [num_causal - 1, its own). `kv_len` is the number
     of tokens whose K/V are in pages, which is the first row's position. `page_ids` int32 [pages]:
     page i holds positions [i·page_size, (i+1)·page_size); reserved for prefix + num_causal +
-    deepest path.
+    deepest path. `page_copy`: a page of others and one of `page_ids`, into which the first is
+    copied, all layers, before anything else happens.
     """
 
     slot: int  # 0..max_sequences-1; no two works of a step share one
@@ -49,6 +50,7 @@ class SequenceWork:
     samples: bool  # False: a prefill chunk that is not the last; it has causal rows only
     kv_len: int
     page_ids: Int32Array
+    page_copy: tuple[int, int] | None = None
     sampling: SamplingParams
     stop_tokens: tuple[int, ...] = ()
     wants_features: bool = True
@@ -103,6 +105,8 @@ class SequenceWork:
             )
         if self.kv_len < 0:
             raise ValueError(f"kv_len: {self.kv_len} is negative")
+        if self.page_copy is not None and self.page_copy[1] not in self.page_ids:
+            raise ValueError(f"page_copy: to page {self.page_copy[1]}, which is none of page_ids")
         needed = self.kv_len + self.num_causal + self.max_depth
         room = int(self.page_ids.shape[0]) * page_size
         if room < needed:

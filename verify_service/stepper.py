@@ -144,19 +144,20 @@ class Stepper:
     def _ready(
         self, now: float, events: list[Event]
     ) -> tuple[list[VerifySequence], list[VerifySequence]]:
-        """Sequences to decode, their roots' pages reserved, and to prefill; both oldest first."""
-        decoding, prefilling = [], []
+        """Sequences to decode and to prefill, their pages up to the root reserved; both oldest
+        first.
+        """
+        decoding, prefilling = list[VerifySequence](), list[VerifySequence]()
         for sequence in sorted(self._residency, key=lambda s: s.arrival):
             if sequence.in_flight or sequence.pending is None or not sequence.is_resident:
                 continue  # the last: put out by an older one in this very loop
             if sequence.num_missing:
-                prefilling.append(sequence)
-                continue
+                self._residency.catch_up(sequence)
             put_out = self._residency.grow(sequence, sequence.committed_len, now)
             if put_out is None:
                 continue  # stalls until an older one gives pages back
             events += map(_preempted, put_out)
-            decoding.append(sequence)
+            (prefilling if sequence.num_missing else decoding).append(sequence)
         # Orphans and the long paused may be put out after they were taken up above.
         return [s for s in decoding if s.is_resident], [s for s in prefilling if s.is_resident]
 
@@ -201,6 +202,7 @@ class Stepper:
         sequence.paused_since = now
         sequence.next_round = result.round + 1
         sequence.results[result.round] = result
+        sequence.num_found = 0
         if sequence.num_missing:
             raise AssertionError(
                 f"the engine committed {sequence.kv_len} rows of a sequence of"
@@ -233,6 +235,7 @@ def _work(block: _Block) -> SequenceWork:
         samples=block.round is not None,
         kv_len=first,
         page_ids=np.array(sequence.pages, np.int32),
+        page_copy=sequence.copy,
         sampling=sequence.sampling,
         stop_tokens=() if sequence.sampling.ignore_eos else sequence.stop_tokens,
         wants_features=sequence.wants_features,
@@ -255,6 +258,7 @@ def _result(
         num_nodes=round_.tree.num_nodes,
         step_seconds=step_seconds,
         queue_seconds=max(0.0, launched.at - round_.since),
+        num_cached_tokens=launched.sequence.num_found,
     )
 
 

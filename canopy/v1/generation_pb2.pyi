@@ -52,7 +52,7 @@ class SpeculationParams(_message.Message):
     def __init__(self, enabled: _Optional[bool] = ..., max_depth: _Optional[int] = ..., top_k: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "chat", "token_ids", "sampling", "speculation", "max_tokens", "stop", "stop_token_ids", "n", "logprobs", "top_logprobs", "return_options")
+    __slots__ = ("request_id", "model", "text", "chat", "token_ids", "sampling", "speculation", "max_tokens", "stop", "stop_token_ids", "n", "logprobs", "top_logprobs", "return_options", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     RETURN_OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -81,7 +82,8 @@ class GenerateRequest(_message.Message):
     logprobs: bool
     top_logprobs: int
     return_options: ReturnOptions
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., return_options: _Optional[_Union[ReturnOptions, _Mapping]] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., return_options: _Optional[_Union[ReturnOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class ReturnOptions(_message.Message):
     __slots__ = ("token_ids", "trace", "pick_margins", "prompt_token_ids")
@@ -166,12 +168,14 @@ class GenerateCompletion(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_completion_tokens")
+    __slots__ = ("num_prompt_tokens", "num_completion_tokens", "num_cached_prompt_tokens")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_completion_tokens: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ...) -> None: ...
+    num_cached_prompt_tokens: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("total_seconds", "queue_seconds", "time_to_first_token_seconds", "draft_seconds", "verify_seconds", "transport_seconds", "router_seconds", "decode_seconds")

@@ -51,6 +51,7 @@ def adjust_logits(
     token_mask: jax.Array | None = None,
     *,
     max_depth: int,
+    vocab_axis: str | None = None,
     backend: Backend,
 ) -> jax.Array:
     """float32 [N, V]: what the filters see of N nodes of B trees.
@@ -64,6 +65,8 @@ def adjust_logits(
     options       arrays [B]
     token_mask    bool [N, V], False: never picked; None: no mask in this program
     max_depth     deepest node below a root
+    vocab_axis    inside `shard_map`: the mesh axis over which the vocabulary is split, in order. V
+                  is then this chip's share, of logits, state, mask and result; no collective
 
     Raises ValueError at trace time for shapes or dtypes that do not fit.
     """
@@ -90,6 +93,7 @@ def adjust_logits(
         stop_tokens,
         token_mask,
         max_depth,
+        vocab_axis,
     )
 
 
@@ -101,12 +105,14 @@ def count_tokens(
     sequence: jax.Array,
     committed: jax.Array,
     *,
+    vocab_axis: str | None = None,
     backend: Backend,
 ) -> SlotState:
     """`state` with the generated ones among R committed rows counted; in place if donated.
 
     tokens, positions, sequence  int32 [R]; sequence in [0, B) where `committed`
     committed                    bool [R]; where False nothing is looked at
+    vocab_axis                   as `adjust_logits` has it: `state` is this chip's share
 
     Prompts are not counted here: the host sets them with the slot (`seen_row`).
     """
@@ -118,7 +124,7 @@ def count_tokens(
     check_dtype("committed", committed, "bool")
     _check(options, state, options.slot.shape[0], state.seen.shape[1])
     _only_xla("count_tokens", backend)
-    return count_tokens_xla(state, options, tokens, positions, sequence, committed)
+    return count_tokens_xla(state, options, tokens, positions, sequence, committed, vocab_axis)
 
 
 def _only_xla(name: str, backend: Backend) -> None:

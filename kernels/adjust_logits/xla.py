@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels.adjust_logits.types import LogitOptions, SlotState
+from kernels.vocabulary import place_in_share
 
 
 def _penalised(
@@ -48,6 +49,7 @@ def _with_penalties(
     state: SlotState,
     options: LogitOptions,
     max_depth: int,
+    vocab_axis: str | None,
 ) -> jax.Array:
     num_rows, vocab = logits.shape
     is_on = options.is_penalised[owner]
@@ -59,11 +61,12 @@ def _with_penalties(
         return out
     path = _path_tokens(tokens, parents, max_depth)
     times = jnp.sum(path[:, :, None] == path[:, None, :], axis=2, dtype=jnp.int32)
-    known = jnp.maximum(path, 0)
+    place = place_in_share(path, vocab, vocab_axis)
+    known = jnp.minimum(place, vocab - 1)
     rows = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32)[:, None], path.shape)
     with_path = state.seen[slot[:, None], known] + 2 * times
     fresh = _penalised(logits[rows, known], with_path, *knobs)
-    column = jnp.where((path >= 0) & is_on[:, None], path, vocab)  # beyond the last: dropped
+    column = jnp.where(is_on[:, None], place, vocab)  # beyond the last: dropped
     return out.at[rows, column].set(fresh, mode="drop")
 
 
@@ -78,6 +81,7 @@ def adjust_logits_xla(
     stop_tokens: jax.Array,
     token_mask: jax.Array | None,
     max_depth: int,
+    vocab_axis: str | None,
 ) -> jax.Array:
     """Arguments as in `api.adjust_logits`. Without any option at work: one copy of the logits."""
     vocab = logits.shape[1]
@@ -90,15 +94,17 @@ def adjust_logits_xla(
 
     def without_stops(logits: jax.Array) -> jax.Array:
         is_early = (positions < options.min_position[owner])[:, None]
-        stops = stop_tokens[owner]
-        column = jnp.where(is_early & (stops >= 0), stops, vocab)
+        stops = place_in_share(stop_tokens, vocab, vocab_axis)[owner]
+        column = jnp.where(is_early, stops, vocab)
         rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
         return logits.at[rows, column].set(-jnp.inf, mode="drop")
 
     def with_options(logits: jax.Array) -> jax.Array:
         logits = lax.cond(
             jnp.any(options.is_penalised),
-            lambda x: _with_penalties(x, tokens, parents, owner, state, options, max_depth),
+            lambda x: _with_penalties(
+                x, tokens, parents, owner, state, options, max_depth, vocab_axis
+            ),
             lambda x: x,
             logits,
         )
@@ -117,10 +123,12 @@ def count_tokens_xla(
     positions: jax.Array,
     sequence: jax.Array,
     committed: jax.Array,
+    vocab_axis: str | None,
 ) -> SlotState:
     """Arguments as in `api.count_tokens`."""
-    num_slots = state.seen.shape[0]
+    num_slots, vocab = state.seen.shape
     owner = jnp.where(committed, sequence, 0)
     counts = committed & options.is_penalised[owner] & (positions >= options.num_prompt[owner])
     slot = jnp.where(counts, options.slot[owner], num_slots)  # beyond the last: dropped
-    return state._replace(seen=state.seen.at[slot, tokens].add(2, mode="drop"))
+    column = place_in_share(tokens, vocab, vocab_axis)
+    return state._replace(seen=state.seen.at[slot, column].add(2, mode="drop"))

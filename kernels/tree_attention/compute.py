@@ -45,6 +45,11 @@ class Heads:
         return self.kv_heads * self.group
 
     @property
+    def padded_q_heads(self) -> int:
+        """Rows of a token's heads in whole registers of eight."""
+        return -(-self.q_heads // 8) * 8
+
+    @property
     def row_width(self) -> int:
         """Lanes of a KV row: K and V side by side."""
         return 2 * self.head_dim
@@ -76,6 +81,7 @@ class Scratch:
     sum: Ref  # [kv_heads, R, 128]       float32, one partial sum per lane
     decay: Ref  # [kv_heads, R, 128]     float32, exp2(old max - new max)
     out: Ref  # [kv_heads, R, q_width]   float32, not yet divided by the sum
+    staging: Ref  # [tile * padded_q_heads, head_dim] float32: rows between the two orders
 
 
 def keys_and_values(heads: Heads, rows: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -467,25 +467,31 @@ class _Kernel:
         )
 
     def load_queries(self, half: jax.Array, tile: int) -> None:
-        """Token-major queries -> one matrix of group * tile rows per KV head."""
-        heads = self.heads
-        rows = self.buffers.q[half, :tile].astype(jnp.float32)  # the transpose works on 32-bit rows
-        head_major = jnp.swapaxes(rows, 0, 1)
-        per_head = (heads.group * tile, heads.head_dim)
-        for h in range(heads.kv_heads):
-            part = head_major[h * heads.group : (h + 1) * heads.group].reshape(per_head)
-            self.scratch.q[h, : per_head[0], : heads.head_dim] = part.astype(heads.dtype)
+        """Token-major queries -> one matrix of group * tile rows per KV head.
+
+        Turned by loads that step over a token's heads: a transpose would take eight operations of
+        the cross-lane unit a register. They take 32-bit rows.
+        """
+        heads, staging, stride = self.heads, self.scratch.staging, self.heads.padded_q_heads
+        for token in range(tile):
+            rows = self.buffers.q[half, token].astype(jnp.float32)
+            staging[token * stride : token * stride + heads.q_heads, :] = rows
+        for head in range(heads.q_heads):
+            h, place = divmod(head, heads.group)
+            rows = staging[pl.ds(head, tile, stride=stride), :].astype(heads.dtype)
+            self.scratch.q[h, place * tile : (place + 1) * tile, : heads.head_dim] = rows
 
     def store_output(self, half: jax.Array, tile: int) -> None:
-        heads = self.heads
-        outs = [
-            finish(heads, self.scratch, h, tile * heads.group).reshape(
-                heads.group, tile, heads.head_dim
-            )
-            for h in range(heads.kv_heads)
-        ]
-        token_major = jnp.swapaxes(jnp.concatenate(outs, axis=0), 0, 1)
-        self.buffers.out[half, :tile] = token_major.astype(heads.dtype)
+        """One matrix per KV head -> token-major output, the other way round."""
+        heads, staging, stride = self.heads, self.scratch.staging, self.heads.padded_q_heads
+        for h in range(heads.kv_heads):
+            out = finish(heads, self.scratch, h, tile * heads.group)
+            for place in range(heads.group):
+                rows = out[place * tile : (place + 1) * tile]
+                staging[pl.ds(h * heads.group + place, tile, stride=stride), :] = rows
+        for token in range(tile):
+            rows = staging[token * stride : token * stride + heads.q_heads, :]
+            self.buffers.out[half, token] = rows.astype(heads.dtype)
 
     def clear_padding(self) -> None:
         """Zeros in the output rows that belong to no sequence. All output DMAs have been
@@ -514,7 +520,7 @@ def _body(*refs: Ref, heads: Heads, blocks: Blocks, window: int | None, page_siz
     scalars, refs = Prefetched(*refs[:9]), refs[9:]
     hbm, refs = Hbm(*refs[:6]), refs[6:]
     buffers, refs = Buffers(*refs[:7]), refs[7:]
-    scratch, refs = Scratch(*refs[:7]), refs[7:]
+    scratch, refs = Scratch(*refs[:8]), refs[8:]
     kernel = _Kernel(
         heads, blocks, window, page_size, scalars, hbm, buffers, Semaphores(*refs), scratch
     )
@@ -544,6 +550,7 @@ def _scratch_shapes(
         pltpu.VMEM((kv, rows, LANES), f32),
         pltpu.VMEM((kv, rows, LANES), f32),
         pltpu.VMEM((kv, rows, heads.q_width), f32),
+        pltpu.VMEM((tile * heads.padded_q_heads, heads.head_dim), f32),
     ]
     return [*buffers, *softmax, *[pltpu.SemaphoreType.DMA((2,)) for _ in range(7)]]
 

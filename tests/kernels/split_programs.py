@@ -15,11 +15,16 @@ from attention_oracle import Sequence, make_step
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from sampling_cases import params_of, random_logits, roots_call, tree_call
+from test_kernels_adjust_logits import VOCAB, stop_tokens
+from test_kernels_adjust_logits import make as options_case
 
+from kernels.adjust_logits.api import adjust_logits, count_tokens
+from kernels.adjust_logits.types import SlotState
 from kernels.backend import Backend
 from kernels.kv_commit.api import kv_commit
 from kernels.sample_and_accept.api import sample_and_accept
 from kernels.sample_and_accept.types import Accepted
+from kernels.token_logprobs.api import token_logprobs
 from kernels.tree_attention.api import tree_attention
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -126,7 +131,62 @@ def commit() -> None:
     np.testing.assert_array_equal(got, jax.jit(run)(pages, rows, *small))
 
 
+def options() -> None:
+    """Penalties, biases, least lengths and counting: every bit as on one device."""
+    columns, state, host_options, paths = options_case()
+    options = jax.tree.map(jnp.asarray, host_options)
+    pad = -VOCAB % len(jax.devices())
+    rng = np.random.default_rng(2)
+    logits = jnp.asarray(rng.normal(0, 3, (len(paths) + 1, VOCAB)), jnp.float32)
+    wide = P(None, "model")
+
+    def run(axis: str | None, logits: Any, state: SlotState) -> tuple[Any, SlotState]:
+        adjusted = adjust_logits(
+            logits, **columns, state=state, options=options, stop_tokens=stop_tokens(),
+            max_depth=4, vocab_axis=axis, backend=Backend.XLA,
+        )  # fmt: skip
+        counted = count_tokens(
+            state, options, columns["tokens"], columns["positions"], columns["node_sequence"],
+            columns["node_sequence"] >= 0, vocab_axis=axis, backend=Backend.XLA,
+        )  # fmt: skip
+        return adjusted, counted
+
+    want = jax.jit(functools.partial(run, None))(logits, state)
+    assert not np.array_equal(want[0], logits)
+    assert not np.array_equal(want[1].seen, state.seen)
+    padded = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, pad))), (logits, state))
+    got = split(functools.partial(run, "model"), (wide, wide), wide)(*padded)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, :VOCAB], b), got, want)
+
+
+def logprobs() -> None:
+    """Of picks and of the likeliest, with ties, over a vocabulary that ends within a share."""
+    rng = np.random.default_rng(3)
+    vocab, rows = 61, 12
+    logits = jnp.asarray(rng.integers(-6, 6, (rows, vocab)), jnp.float32)
+    visited = jnp.asarray([[0, 2, 3], [4, -1, -1], [5, 6, -1], [-1, -1, -1]], jnp.int32)
+    picks = jnp.asarray([[7, 1, 60], [3, -1, -1], [31, 2, -1], [-1, -1, -1]], jnp.int32)
+    for wanted in ([20, -1, 0, 4], [0, -1, -1, 0], [-1] * 4):
+
+        def run(axis: str | None, logits: Any, wanted: Any) -> Any:
+            return token_logprobs(
+                logits, visited, picks, wanted, max_top=20, vocab_axis=axis, backend=Backend.XLA
+            )
+
+        asked = jnp.asarray(wanted, jnp.int32)
+        want = jax.jit(functools.partial(run, None))(logits, asked)
+        pad = ((0, 0), (0, -vocab % len(jax.devices())))
+        padded = jnp.pad(logits, pad, constant_values=-jnp.inf)
+        specs = P(None, "model"), P()
+        got = split(functools.partial(run, "model"), specs, P())(padded, asked)
+        np.testing.assert_array_equal(got.top_tokens, want.top_tokens)
+        np.testing.assert_allclose(got.top, want.top, atol=1e-6)
+        np.testing.assert_allclose(got.picked, want.picked, atol=1e-6)
+
+
 if __name__ == "__main__":
+    options()
+    logprobs()
     sampling(ties=True, masked=False)
     sampling(ties=False, masked=True)
     walks()

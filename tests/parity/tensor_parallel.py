@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from engine_driver import first_difference, generate, guessing
+from engine_driver import Generated, first_difference, generate, guessing
 from model_files import load_golden, write_model
 
 from common.types import SamplingParams
@@ -34,6 +34,27 @@ ENGINE = EngineConfig(
 )
 
 
+SAMPLINGS = [
+    SamplingParams(frequency_penalty=0.6, repetition_penalty=1.3, logprobs=True, top_logprobs=20),
+    SamplingParams(temperature=0.8, seed=5, logit_bias=((1, 2.0), (60, 2.0)), logprobs=True),
+    SamplingParams(min_tokens=NUM_TOKENS),
+    SamplingParams(temperature=1.1, top_p=0.9, top_k=20, min_p=0.02, seed=9, ignore_eos=True),
+]
+STOPS = (3, 40)
+
+
+def logprob_difference(alone: Generated, other: Generated) -> float:
+    """The largest, of picks and of the likeliest, up to where the tokens part."""
+    same = next(
+        (i for i, (a, b) in enumerate(zip(alone.response, other.response, strict=False)) if a != b),
+        min(len(alone.response), len(other.response)),
+    )
+    found = np.abs(np.subtract(alone.logprobs[:same], other.logprobs[:same])).tolist()
+    for ours, theirs in zip(alone.top_logprobs[:same], other.top_logprobs[:same], strict=True):
+        found += np.abs(np.subtract([v for _, v in ours], [v for _, v in theirs])).tolist()
+    return max(found, default=0.0)
+
+
 def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
     raw, weights, golden = load_golden(name)
     write_model(directory, raw, weights, shards=2)
@@ -41,14 +62,12 @@ def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
     single = DeviceEngine(*load_target(directory, boundaries=[0, 2]), ENGINE)
     split = DeviceEngine(*load_target(directory, boundaries=[0, 2], mesh=mesh), ENGINE, mesh)
     prompts = [golden["tokens"][: 6 + 5 * i].tolist() for i in range(4)]
-    samplings = [SamplingParams(), SamplingParams(temperature=0.8, seed=5), SamplingParams()]
-    samplings.append(SamplingParams(temperature=1.1, top_p=0.9, top_k=20, min_p=0.02, seed=9))
-    alone = generate(single, prompts, samplings, NUM_TOKENS)
+    alone = generate(single, prompts, SAMPLINGS, NUM_TOKENS, stop_tokens=STOPS)
     guess = guessing([one.tokens for one in alone], raw["vocab_size"], right=0.8)
     result: dict[str, object] = {"name": name}
     for kind, others in (
-        ("roots", generate(split, prompts, samplings, NUM_TOKENS)),
-        ("trees", generate(split, prompts, samplings, NUM_TOKENS, guess)),
+        ("roots", generate(split, prompts, SAMPLINGS, NUM_TOKENS, stop_tokens=STOPS)),
+        ("trees", generate(split, prompts, SAMPLINGS, NUM_TOKENS, guess, STOPS)),
     ):
         margins = [first_difference(*both, NUM_TOKENS) for both in zip(alone, others, strict=True)]
         result[kind] = [margin for margin in margins if margin is not None]
@@ -58,6 +77,7 @@ def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
             for a, b in zip(alone, others, strict=True)
         )
         result[f"{kind}_features"] = nearest
+        result[f"{kind}_logprobs"] = max(map(logprob_difference, alone, others))
     pages = split._pages.addressable_shards  # type: ignore[attr-defined]
     result["pages"] = [list(shard.data.shape) for shard in pages]
     return result

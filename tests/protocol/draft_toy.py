@@ -30,6 +30,10 @@ class ToyEngine:
         self.num_pairs_fed = 0
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
+        for work in works:
+            if work.page_copy is not None:
+                source, target = work.page_copy
+                self.pages[target] = list(self.pages[source])
         return [self._one(work) for work in works]
 
     def _one(self, work: SequenceWork) -> SequenceOutcome:

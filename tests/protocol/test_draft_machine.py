@@ -83,7 +83,7 @@ class DraftModel(RuleBasedStateMachine):
     # -- what the router does
 
     @precondition(lambda self: len(self.known) < LIMITS.max_sequences)
-    @rule(length=st.integers(1, 12), skip=st.integers(0, 3), seed=st.integers(0, 999))
+    @rule(length=st.integers(1, 12), skip=st.integers(0, 3), seed=st.integers(0, 2))
     def open(self, length: int, skip: int, seed: int) -> None:
         self.num_opened += 1
         sequence_id = self.num_opened.to_bytes(16, "big")
@@ -97,6 +97,9 @@ class DraftModel(RuleBasedStateMachine):
                 max_total_tokens=MAX_TOKENS, features_from=known.features_from,
             ),
         )  # fmt: skip
+        sequence = self.machine._registry.get(sequence_id)
+        if sequence is not None and sequence.kv_len:  # begins with pages of an earlier one
+            known.features_from = 0
 
     @precondition(lambda self: self.known)
     @rule(pick=st.integers(0, 99), num=st.integers(0, 5), cap=st.sampled_from([1, 2, 8]))
@@ -239,7 +242,7 @@ class DraftModel(RuleBasedStateMachine):
         assert not any(known.waits for known in self.known.values())
         for known in list(self.known.values()):
             self.send(known, Close(sequence_id=known.sequence_id, epoch=known.epoch))
-        assert self.machine.page_counts.free == NUM_PAGES
+        assert self.machine.page_counts.available == NUM_PAGES
         assert self.machine.waiting_feature_bytes == 0
 
     def missing_features_of(self, known: Known) -> None:

@@ -278,7 +278,7 @@ class Adversary(RuleBasedStateMachine):
             replica.machine.check_balance()
             limits = VERIFY_LIMITS if replica.kind == "verify" else DRAFT_LIMITS
             assert replica.machine.num_sequences == 0
-            assert replica.machine.page_counts.free == limits.num_pages
+            assert replica.machine.page_counts.available == limits.num_pages
         self.all_is_well()
 
     def is_quiet(self) -> bool:

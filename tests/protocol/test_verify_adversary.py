@@ -36,7 +36,7 @@ from verify_service.step_cost import StepCurve
 LIMITS = VerifyLimits(
     vocab_size=VOCAB, max_context_len=24, max_tree_nodes=8, max_tree_depth=4, max_sequences=3,
     max_waiting_sequences=3, page_size=3, num_pages=9, max_step_tokens=10, max_prefill_tokens=4,
-    feature_window_tokens=64, grace_seconds=30.0, pause_seconds=0.5,
+    feature_window_tokens=64, cached_feature_tokens=9, grace_seconds=30.0, pause_seconds=0.5,
 )  # fmt: skip
 CURVE = StepCurve.of([StepPoint(rows, 0, 1, 1 + rows / 20) for rows in range(1, 11)])
 
@@ -50,6 +50,8 @@ class RouterSequence:
     seed: int
     max_total: int
     stream: int
+    salt: bytes = b""
+    wants_features: bool = True
     epoch: int = 1
     round: int = 0  # the next round whose result is awaited
     tokens: list[int] = field(default_factory=list)
@@ -81,7 +83,7 @@ class RouterSequence:
             sequence_id=self.sequence_id, epoch=self.epoch, tokens=tuple(self.tokens),
             num_prompt_tokens=len(self.prompt), round=self.round,
             sampling=SamplingParams(seed=self.seed), max_total_tokens=self.max_total,
-            wants_features=True,
+            wants_features=self.wants_features, cache_salt=self.salt,
         )  # fmt: skip
 
     def tree(self, tree: DraftTree) -> Command:
@@ -179,7 +181,7 @@ class Adversary(RuleBasedStateMachine):
 
     # -- routers
 
-    @rule(data=st.data(), length=st.integers(1, 8), seed=st.integers(0, 3))
+    @rule(data=st.data(), length=st.integers(1, 12), seed=st.integers(0, 1))
     def open(self, data: st.DataObject, length: int, seed: int) -> None:
         if len(self.live()) >= 5:
             return
@@ -187,7 +189,8 @@ class Adversary(RuleBasedStateMachine):
         sequence = RouterSequence(
             sequence_id=len(self.sequences).to_bytes(16, "big"), prompt=prompt, seed=seed,
             max_total=data.draw(st.integers(length + 1, 24)), stream=self.streams[-1],
-            tokens=list(prompt),
+            tokens=list(prompt), salt=data.draw(st.sampled_from([b"", b"", b"a"])),
+            wants_features=data.draw(st.sampled_from([True, True, False])),
         )  # fmt: skip
         self.sequences.append(sequence)
         self.send(sequence, sequence.open())
@@ -345,7 +348,7 @@ class Adversary(RuleBasedStateMachine):
         self.machine.check_balance()
         assert self.machine.num_sequences == 0
         assert self.machine.num_in_flight == 0
-        assert self.machine.page_counts.free == LIMITS.num_pages
+        assert self.machine.page_counts.available == LIMITS.num_pages
 
     def run_calmly(self) -> None:
         commands, self.to_service = self.to_service, []

@@ -272,7 +272,7 @@ def test_rollback_waits_for_the_running_step_and_cuts_what_it_committed() -> Non
     assert bench.do(c.Rollback(sequence_id=A, epoch=2, committed_len=4, round=7)) == []
     *_, report = bench.land(plan)
     assert report.state == SequenceState(epoch=2, next_round=7, committed_len=4, kv_len=3)
-    assert bench.machine.page_counts.free == 9  # one page of four rows is left
+    assert bench.machine.page_counts.available == 9  # one page of four rows is left
     done = result(bench.do(verify(7, 3, tree(PROMPT[3]), epoch=2)) + bench.steps())
     assert list(done.tokens) == continuation(PROMPT[:4], 1)
 
@@ -284,13 +284,13 @@ def test_close_frees_at_once_but_pages_of_a_launched_step_when_it_retires() -> N
     (closed,) = bench.do(c.Close(sequence_id=A, epoch=1))
     assert closed == e.Closed(stream=1, sequence_id=A, epoch=1)
     assert bench.machine.num_sequences == 0
-    assert bench.machine.page_counts.free == 30
+    assert bench.machine.page_counts.available == 30
     bench.open(B)
     assert bench.launch().works == []  # the slot is still the device's
     assert bench.land(plan) == []
     assert list(result(bench.steps()).tokens) == REFERENCE[:1]
     bench.do(c.Close(sequence_id=B, epoch=1))
-    assert bench.machine.page_counts.free == 32
+    assert bench.machine.page_counts.available == 32
 
 
 def test_closed_id_is_a_tombstone_for_the_grace_time() -> None:
@@ -355,7 +355,7 @@ def test_out_of_pages_puts_the_youngest_out_and_its_round_still_runs() -> None:
             ))  # fmt: skip
     assert told == {A: REFERENCE[:11], B: REFERENCE[:11]}
     assert {event.sequence_id for event in events if isinstance(event, e.Preempted)} == {B}
-    assert bench.machine.page_counts.free == 5
+    assert bench.machine.page_counts.available == 5
 
 
 def test_running_sequence_does_not_give_way_to_a_younger_one() -> None:
@@ -513,14 +513,15 @@ def test_failed_step_is_told_and_frees_everything() -> None:
         (B, ErrorCode.INTERNAL),
     ]
     assert bench.machine.num_sequences == 0
-    assert bench.machine.page_counts.free == 32
+    assert bench.machine.page_counts.available == 32
 
 
 def test_sequence_in_a_launched_step_is_never_put_out() -> None:
     bench = Bench(num_pages=5, pause_seconds=0.0)
     bench.open(A, max_total_tokens=16)
     bench.steps()
-    bench.open(B, max_total_tokens=16)
+    other = (2, *PROMPT[1:])
+    bench.open(B, other, max_total_tokens=16)
     running = bench.launch()  # B's prefill; A has two pages, B two, one is free
     for round_, kv_len in enumerate(range(5, 12), start=1):
         root = REFERENCE[round_ - 1]
@@ -531,7 +532,7 @@ def test_sequence_in_a_launched_step_is_never_put_out() -> None:
     bench.do(verify(8, 12, tree(REFERENCE[7]), acked=7))
     stalled = bench.launch()  # A needs a fourth page, and only B could give one
     assert (stalled.works, stalled.events) == ([], [])
-    assert list(result(bench.land(running)).tokens) == REFERENCE[:1]
+    assert list(result(bench.land(running)).tokens) == continuation(other, 1)
     preempted, done = bench.steps()
     assert (preempted.sequence_id, list(done.result.tokens)) == (B, REFERENCE[8:9])
 

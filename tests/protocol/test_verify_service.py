@@ -95,7 +95,7 @@ async def settled(machine: VerifyMachine) -> None:
         while machine.num_sequences or machine.num_in_flight:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     machine.check_balance()
-    assert machine.page_counts.free == LIMITS.num_pages
+    assert machine.page_counts.available == LIMITS.num_pages
 
 
 def assert_same_up_to_near_ties(one: Generation, other: Generation) -> None:

@@ -38,6 +38,9 @@ class ToyEngine:
         assert len({work.slot for work in works}) == len(works)
         for work in works:
             work.validate(VOCAB, self._page_size)
+            if work.page_copy is not None:
+                source, target = work.page_copy
+                self._pages[target] = self._pages[source]
         return [self._run_one(work) for work in works]
 
     def _run_one(self, work: SequenceWork) -> SequenceOutcome:

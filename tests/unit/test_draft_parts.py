@@ -188,7 +188,7 @@ def test_failed_step_ends_every_sequence_and_says_so() -> None:
     events = machine.fail(plan.works, "the draft step failed", 2.0)
     assert sorted(e.sequence_id for e in events if isinstance(e, Failed)) == [ONE, TWO]
     machine.check_balance()
-    assert machine.page_counts.free == 4
+    assert machine.page_counts.available == 4
 
 
 # -- credit and settings

@@ -51,7 +51,8 @@ def test_published_page_is_shared_then_cached_then_evicted_oldest_first() -> Non
     assert pool.publish(second, b"b")
     assert not pool.publish(second, b"c")
     assert pool.share([b"a", b"x", b"b"]) == [first]
-    assert pool.num_sole([first, second]) == 1
+    assert pool.num_freed([[first, second]]) == 1
+    assert pool.num_freed([[first, second], [first]]) == 2
     pool.release([first, second])
     assert counts(pool) == (1, 1, 0, 0)
     pool.release([first])
@@ -61,6 +62,36 @@ def test_published_page_is_shared_then_cached_then_evicted_oldest_first() -> Non
     assert pool.share([b"a"]) == [first]
     assert pool.share([b"b"]) == []
     pool.check([[first], [second]])
+
+
+def test_held_page_is_freed_by_its_last_holder() -> None:
+    pool = PagePool(2)
+    pages = pool.reserve(2)
+    pool.commit(pages)
+    assert pool.is_writable(pages[0])
+    pool.hold(pages[:1])
+    assert not pool.is_writable(pages[0])
+    pool.release(pages)
+    assert counts(pool) == (1, 0, 0, 1)
+    pool.check([pages[:1]])
+    pool.release(pages[:1])
+    assert counts(pool) == (0, 0, 0, 2)
+    with pytest.raises(ValueError, match="page 0 is FREE; nobody holds it"):
+        pool.hold([0])
+
+
+def test_withdrawn_page_is_found_no_more_and_is_writable() -> None:
+    pool = PagePool(2)
+    [page] = pool.reserve(1)
+    pool.commit([page])
+    pool.publish(page, b"a")
+    [again] = pool.share([b"a"])
+    with pytest.raises(ValueError, match="page 0 is LIVE with 2 holders"):
+        pool.withdraw(page)
+    pool.release([again])
+    pool.withdraw(page)
+    assert pool.is_writable(page)
+    assert pool.share([b"a"]) == []
 
 
 def test_check_finds_a_page_that_nobody_admits_to_hold() -> None:

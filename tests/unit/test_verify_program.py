@@ -67,6 +67,31 @@ def test_split_step_gives_tokens_and_features_of_the_whole(layers_per_program: i
         np.testing.assert_allclose(split.features, whole.features, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layers_per_program", [None, 2])
+def test_copied_page_is_read_in_its_new_place_and_stays_in_the_old(
+    layers_per_program: int | None,
+) -> None:
+    """Two sequences go on from one page; the one that writes has it copied first."""
+    params = jax.tree.map(lambda x: x * (8.0 if x.ndim > 1 else 1.0), init_target(WINDOWED, 5))
+    config = dataclasses.replace(CONFIG, layers_per_program=layers_per_program)
+    engine = DeviceEngine(WINDOWED, params, config)
+    [prefix] = engine.run([prefill(0, 6, 0, [0, 1])])  # page 1 has two rows
+    own = tree(0, 6, 3, [0, 1, 2, 3])
+    forked = dataclasses.replace(tree(1, 6, 9, [0, 4, 5, 6]), page_copy=(1, 4))
+    [fork, original] = engine.run([forked, own])
+    alone = DeviceEngine(WINDOWED, params, config)
+    alone.run([prefill(0, 6, 0, [0, 1])])
+    [expected] = alone.run([own])
+    np.testing.assert_allclose(original.features, expected.features, rtol=1e-5, atol=1e-6)
+    alone = DeviceEngine(WINDOWED, params, config)
+    alone.run([prefill(0, 6, 0, [0, 1])])
+    [expected] = alone.run([dataclasses.replace(forked, page_ids=own.page_ids, page_copy=None)])
+    np.testing.assert_allclose(fork.features, expected.features, rtol=1e-5, atol=1e-6)
+    assert prefix.num_committed == 6
+    with pytest.raises(ValueError, match="page_copy: to page 9, which is none of page_ids"):
+        engine.run([dataclasses.replace(own, page_copy=(1, 9))])
+
+
 def test_measured_steps_change_no_later_answer() -> None:
     params = jax.tree.map(lambda x: x * (8.0 if x.ndim > 1 else 1.0), init_target(WINDOWED, 5))
     fresh, measured = (DeviceEngine(WINDOWED, params, CONFIG) for _ in range(2))
