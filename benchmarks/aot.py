@@ -169,8 +169,8 @@ def compile_for(
 def _compile_with_text(lowered: Any) -> tuple[Any, str]:
     """The compiled program and its optimised HLO, as the compiler itself writes it down.
 
-    `as_text()` of jax 0.10.2 cannot parse what libtpu 0.0.52 compiles for v5p and v6e ("async-update
-    instruction should have 1 operands but sees 3").
+    `as_text()` of jax 0.10.2 cannot parse what libtpu 0.0.52 compiles for v5p and v6e
+    ("async-update instruction should have 1 operands but sees 3").
     """
     with tempfile.TemporaryDirectory(prefix="hlo-") as directory:
         options = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}

@@ -60,8 +60,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="factor on each depth's chance on the head's own states [%(default)s]",
     )  # fmt: skip
     parser.add_argument(
-        "--rounds", type=int, default=800, help="of each run, all sequences [%(default)s]"
+        "--rounds", type=int, default=1600, help="of each run, all sequences [%(default)s]"
     )
+    parser.add_argument(
+        "--least-steps", type=int, default=400,
+        help="of each run, whatever the batch; the first quarter is not counted [%(default)s]",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -104,6 +108,7 @@ def mode(tally: Tally, root_only: float, chips: float) -> dict[str, float | None
         "over_root_only_per_chip": round(tally.rate / root_only * chips, 3),
         "acceptance_length": round(tally.tokens / tally.rounds, 3),
         "nodes": round(tally.nodes / tally.rounds, 2),
+        "rounds_with_tree": round(tally.wished / tally.rounds, 3),
         "step_over_verify_p50": round(tally.step_over_verify(50), 3),
         "step_over_verify_p99": round(tally.step_over_verify(99), 3),
         "hidden": None if tally.hidden is None else round(abs(tally.hidden), 3),
@@ -113,18 +118,18 @@ def mode(tally: Tally, root_only: float, chips: float) -> dict[str, float | None
 def print_heading() -> None:
     print("SIMULATED. x: tokens/s over root-only; s/v: step over verify, p50 / p99")
     print(
-        "batch  rtt |  root/s |  sync x  full x  coloc x  nodes  accept |"
+        "batch  rtt |  root/s |  sync x  trees  full x  coloc x  nodes  accept |"
         " ahead x  hits  s/v p50   p99  hidden  accept  plan"
     )
 
 
 def print_cell(each: dict[str, Any]) -> None:
-    s, a = each["sync"], each["ahead"]
+    s, a, full = each["sync"], each["ahead"], each["full"]["over_root_only"]
     hidden = "–" if a["hidden"] is None else f"{a['hidden']:.2f}"
     plan = f"{a['depth']} deep, {a['num_outcomes']} outcomes{', waits' if a['waits'] else ''}"
     print(
         f"{each['batch']:5} {each['rtt_ms']:4g} | {each['root_only_tokens_per_s']:7.1f} |"
-        f" {s['over_root_only']:7.2f} {each['full']['over_root_only']:7.2f}"
+        f" {s['over_root_only']:7.2f} {s['rounds_with_tree']:6.2f} {full:7.2f}"
         f" {each['colocated']['over_root_only']:8.2f} {s['nodes']:6.1f}"
         f" {s['acceptance_length']:7.2f} | {a['over_root_only']:7.2f} {a['hit_rate']:5.2f}"
         f" {a['step_over_verify_p50']:8.2f} {a['step_over_verify_p99']:5.2f}"
@@ -146,8 +151,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         for rtt in args.rtt_ms:
             scenario = Scenario(
                 costs=costs, head=head, batch=batch, depth=args.depth, max_nodes=args.max_nodes,
-                num_steps=max(60, args.rounds // batch), seed=args.seed, rtt=rtt * 1e-3,
-                jitter=args.jitter_ms * 1e-3,
+                num_steps=max(args.least_steps, args.rounds // batch), seed=args.seed,
+                rtt=rtt * 1e-3, jitter=args.jitter_ms * 1e-3,
             )  # fmt: skip
             cells.append(cell(scenario))
             print_cell(cells[-1])

@@ -19,6 +19,7 @@ from benchmarks.overlap_text import WIDTH, Head, Text, grow
 from common.types import DraftTree, SamplingParams
 from verify_service import commands, events
 from verify_service.budget import TreeBudget
+from verify_service.draft_gate import DraftGate
 from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
 from verify_service.step import SequenceOutcome, SequenceWork
@@ -51,6 +52,7 @@ class Tally:
     rounds: int = 0
     nodes: int = 0
     hits: int = 0
+    wished: int = 0  # rounds followed by one with a tree wanted
     spent: float = 0.0  # by draft and network for these steps, hidden or not
 
     @property
@@ -119,7 +121,7 @@ class SyncRun:
             max_step_tokens=1024, max_prefill_tokens=64,
         )  # fmt: skip
         trees = TreeBudget(scenario.costs.curve(), scenario.depth) if budget else None
-        self._machine = VerifyMachine(limits, trees)
+        self._machine = VerifyMachine(limits, trees, DraftGate() if budget else None)
         self._texts = [Text(i, scenario.seed) for i in range(scenario.batch)]
         self._device = SimulatedDevice(scenario.head, self._texts)
         self._random = np.random.default_rng(scenario.seed)
@@ -128,7 +130,7 @@ class SyncRun:
         self._drafts: list[tuple[int, events.RoundResult]] = []
         self._verify_busy = self._draft_busy = False
         self._started: list[tuple[float, float]] = []  # step begun, its seconds
-        self._done: list[tuple[float, int, int, int]] = []  # time, tokens, rounds, nodes
+        self._done: list[tuple[int, int, int, int]] = []  # tokens, rounds, nodes, trees wished
 
     def run(self) -> Tally:
         self._machine.connect(STREAM)
@@ -172,9 +174,12 @@ class SyncRun:
         ]
         emitted = sum(len(event.result.tokens) for event in done)
         nodes = sum(event.result.num_nodes for event in done)
-        self._done.append((now, emitted, len(done), nodes))
         results = [(int.from_bytes(event.sequence_id, "big"), event.result) for event in done]
-        self._at(now + self._way(), lambda later: self._to_draft(results, later))
+        self._send([(i, r, None) for i, r in results if not r.wants_tree], now)
+        wanted = [(i, r) for i, r in results if r.wants_tree]
+        self._done.append((emitted, len(done), nodes, len(wanted)))
+        if wanted:
+            self._at(now + self._way(), lambda later: self._to_draft(wanted, later))
         self._verify(now)
 
     def _to_draft(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
@@ -195,13 +200,24 @@ class SyncRun:
         self._draft(now)
 
     def _to_verify(self, taken: list[tuple[int, events.RoundResult]], now: float) -> None:
+        self._send([(index, result, self._tree(index, result)) for index, result in taken], now)
+        self._verify(now)
+
+    def _tree(self, index: int, result: events.RoundResult) -> DraftTree:
+        kv_len = result.kv_len + len(result.tokens)
+        levels = self._texts[index].levels(kv_len, self._s.depth)
+        grown = grow(self._s.head, levels, self._s.max_nodes).tree  # shared: not to be changed
+        tokens = np.concatenate([np.array(result.tokens[-1:], np.int32), grown.tokens[1:]])
+        return DraftTree(tokens, grown.parents, grown.scores)
+
+    def _send(
+        self, rounds: list[tuple[int, events.RoundResult, DraftTree | None]], now: float
+    ) -> None:
+        """The next rounds, to verify; None: the root alone."""
         frame = []
-        for index, result in taken:
+        for index, result, grown in rounds:
             kv_len = result.kv_len + len(result.tokens)
-            levels = self._texts[index].levels(kv_len, self._s.depth)
-            grown = grow(self._s.head, levels, self._s.max_nodes).tree  # shared: not to be changed
-            tokens = np.concatenate([np.array(result.tokens[-1:], np.int32), grown.tokens[1:]])
-            tree = DraftTree(tokens, grown.parents, grown.scores)
+            tree = DraftTree.root_only(result.tokens[-1]) if grown is None else grown
             frame.append(
                 commands.VerifyTree(
                     sequence_id=index.to_bytes(16, "big"), epoch=1, acked_round=result.round,
@@ -210,16 +226,17 @@ class SyncRun:
             )  # fmt: skip
         for event in self._machine.handle(STREAM, frame, now):
             raise AssertionError(event)
-        self._verify(now)
 
     def _tally(self) -> Tally:
         tally, warm = Tally(), self._s.num_steps // 4
         pairs = list(itertools.pairwise(self._started))
         draft = self._s.depth * self._s.costs.draft_seconds(WIDTH * self._s.batch)
-        for (begun, seconds), (later, _) in pairs[warm:]:
-            tally.add(later - begun, seconds, draft + self._s.rtt)
-        for _, emitted, rounds, nodes in self._done[warm : len(pairs)]:
+        done = self._done[: len(pairs)]
+        steps = list(zip(pairs, done, strict=True))[warm:]
+        for ((begun, seconds), (later, _)), (emitted, rounds, nodes, wished) in steps:
+            tally.add(later - begun, seconds, draft + self._s.rtt if wished else 0.0)
             tally.tokens += emitted
             tally.rounds += rounds
             tally.nodes += nodes
+            tally.wished += wished
         return tally

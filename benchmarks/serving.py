@@ -20,6 +20,10 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", help="a running router; unset: three services are started")
     parser.add_argument("--model", type=Path, help="target's directory [the demo's, fetched]")
     parser.add_argument("--head", type=Path, help="head's directory [the demo's]")
+    parser.add_argument(
+        "--tree-budget", choices=("auto", "full"), default="full",
+        help="of the services that are started; full: a tree in every round [%(default)s]",
+    )  # fmt: skip
     parser.add_argument("--max-tree-nodes", type=int, help="nodes of a tree, root included")
     parser.add_argument("--max-depth", type=int, help="depth of a tree")
 
@@ -30,12 +34,20 @@ def router(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.address:
         yield arguments.address
         return
+    model, head = model_and_head(arguments)
+    flags = {"verify": ("--tree-budget", arguments.tree_budget)}
+    settings = StackSettings(model=model, head=head, flags=flags, show_logs=False)
+    with Stack(settings) as stack:
+        yield stack.address
+
+
+def model_and_head(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
+    """As given; else the demo's, fetched."""
     model, head = arguments.model, arguments.head
     if model is None:
         model = library.fetch_model(library.DEMO_MODEL)
         head = head or library.demo_head(model)
-    with Stack(StackSettings(model=model, head=head, show_logs=False)) as stack:
-        yield stack.address
+    return model, head
 
 
 def describe(arguments: argparse.Namespace) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """A step's works laid out for the device: flattened pairs, padded here and nowhere else.
 
-R rows (all works' pairs one behind the other), B slots of sequences, P pages of a sequence.
+R rows (all works' pairs one behind the other), B slots of sequences, P pages of a sequence, S
+guessed tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ class Bucket:
     num_sequences: int  # B
     num_rows: int  # R
     drafts: bool
+    num_guessed: int = 0  # S: tokens without features that a tree may stand on
 
     def packing(self, pages_per_sequence: int, num_last_rows: int, feature_words: int) -> Packing:
         """The step's one transfer. `num_last_rows`: B, or more on TPU; `feature_words`: of a row
         (draft_service/feature_words.py).
         """
-        b, r = self.num_sequences, self.num_rows
+        b, r, s = self.num_sequences, self.num_rows, self.num_guessed
         return Packing(
             Field("tokens", (r,)),
             Field("positions", (r,)),  # place of the pair in its sequence's KV
@@ -42,6 +44,8 @@ class Bucket:
             Field("kv_lens", (b,)),
             Field("last_rows", (num_last_rows,)),
             Field("page_table", (b, pages_per_sequence)),
+            Field("guessed", (b, s)),
+            Field("num_guessed", (b,)),
             Field("num_copies", (1,)),
             Field("copy_from", (b,)),  # pages; the first num_copies count
             Field("copy_to", (b,)),
@@ -68,6 +72,8 @@ def pack(works: Sequence[SequenceWork], packing: Packing, bucket: Bucket) -> Int
         v["starts"][slot + 1] = row
         if bucket.drafts:
             v["last_rows"][slot] = row - 1
+        v["guessed"][slot, : work.guessed.size] = work.guessed
+        v["num_guessed"][slot] = work.guessed.size
     v["starts"][len(works) + 1 :] = row
     v["num_live"][:] = (len(works), row)
     copies = [work.page_copy for work in works if work.page_copy is not None]

@@ -12,9 +12,16 @@ from typing import TypedDict
 
 from canopy.v1 import draft_pb2, types_pb2
 from common.tensors import FeatureDtype, FeaturePiece, join_piece
-from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState, TreeShape
+from common.types import (
+    DraftTree,
+    ErrorCode,
+    FeatureRows,
+    SequenceFailure,
+    SequenceState,
+    TreeShape,
+)
 from draft_service.commands import NO_ROUND, Attach, Close, Command, Extend, Open, Rollback
-from draft_service.events import Closed, Event, Evicted, Failed, StateReport, TreeReady
+from draft_service.events import Closed, Event, Evicted, Failed, Foreseen, StateReport, TreeReady
 from draft_service.info import PROTOCOL_VERSION, DraftInfo
 
 SEQUENCE_ID_BYTES = 16
@@ -76,6 +83,7 @@ def encode_info(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
             max_depth=tree.max_depth, top_k=tree.top_k, max_nodes=tree.max_nodes
         ),
         max_sequences=info.max_sequences,
+        max_outcomes=info.max_outcomes,
     )
 
 
@@ -121,6 +129,8 @@ def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
                 base_len=body.base_len,
                 tokens=tuple(body.tokens),
                 tree=_shape(body.tree, shape) if body.HasField("tree") else None,
+                max_outcomes=body.max_outcomes,
+                begun=body.begun,
             )
         case "rollback":
             cut = message.rollback
@@ -159,6 +169,17 @@ def _event(event: Event) -> draft_pb2.DraftEvent:
             message.state.CopyFrom(_state(event.state))
         case TreeReady():
             message.tree.CopyFrom(_tree(event))
+        case Foreseen():
+            message.foreseen.CopyFrom(
+                draft_pb2.DraftForeseen(
+                    round=event.round,
+                    outcomes=[
+                        types_pb2.ForeseenTree(tokens=tokens, tree=_wire_tree(tree))
+                        for tokens, tree in event.outcomes.items()
+                    ],
+                    step_seconds=event.step_seconds,
+                )
+            )
         case Failed():
             message.error.CopyFrom(
                 types_pb2.SequenceError(
@@ -177,14 +198,18 @@ def _event(event: Event) -> draft_pb2.DraftEvent:
 
 def _tree(event: TreeReady) -> draft_pb2.DraftTreeReady:
     grown = event.grown
-    parents = grown.tree.parents.tolist()
-    parents[0] = 0  # means nothing on the wire
     return draft_pb2.DraftTreeReady(
         round=grown.round,
         committed_len=grown.committed_len,
-        tree=types_pb2.DraftTree(
-            tokens=grown.tree.tokens.tolist(), parents=parents, scores=grown.tree.scores.tolist()
-        ),
+        tree=_wire_tree(grown.tree),
         step_seconds=grown.step_seconds,
         queue_seconds=grown.queue_seconds,
+    )
+
+
+def _wire_tree(tree: DraftTree) -> types_pb2.DraftTree:
+    parents = tree.parents.tolist()
+    parents[0] = 0  # means nothing on the wire
+    return types_pb2.DraftTree(
+        tokens=tree.tokens.tolist(), parents=parents, scores=tree.scores.tolist()
     )

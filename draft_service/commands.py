@@ -44,13 +44,17 @@ class Attach(_Addressed):
 class Extend(_Addressed):
     """Newly committed tokens (perhaps none) and a wish for the tree of `round`.
 
-    `base_len`: committed tokens before these. `tree` None: the shape of Open.
+    `base_len`: committed tokens before these. `tree` None: the shape of Open. `max_outcomes`: of
+    this round, for which trees are wished next. `begun`: verify has the tree that was foreseen for
+    these tokens; none is awaited.
     """
 
     round: int
     base_len: int
     tokens: tuple[int, ...]
     tree: TreeShape | None = None
+    max_outcomes: int = 0
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,9 @@ from common.config import IntList
 from common.device_config import DeviceConfig
 from common.types import TreeShape
 
+SPARE_NODES = 3
+"""Nodes grown beyond those sent, for each outcome: some hang on others that are not sent."""
+
 
 class DraftConfig(DeviceConfig):
     """Settings of the draft service: an EAGLE-3 head, which grows trees of likely tokens."""
@@ -36,6 +39,12 @@ class DraftConfig(DeviceConfig):
     max_depth: int = Field(5, ge=1, le=16, description="Levels of a tree below its root.")
     top_k: int = Field(4, ge=1, le=32, description="Children per node, and nodes kept per level.")
     max_nodes: int = Field(16, ge=2, le=128, description="Nodes of a tree, root included.")
+    draft_ahead: int = Field(
+        0,
+        ge=0,
+        le=32,
+        description="Outcomes of a round to grow trees for while verify runs it; 0: none.",
+    )
     page_size_tokens: int = Field(16, ge=1, le=1024, description="Tokens of a KV page.")
     kv_pool_tokens: int = Field(
         32768, ge=16, description="Tokens that all KV pages together hold, rounded up to pages."
@@ -82,6 +91,15 @@ class DraftConfig(DeviceConfig):
     @property
     def target_directory(self) -> Path:
         return self.head if self.target is None else self.target
+
+    @property
+    def grown_tree(self) -> TreeShape:
+        """What is grown: beyond the tree that is sent, the outcomes that it may have."""
+        if not self.draft_ahead:
+            return self.tree
+        pool = self.top_k + self.max_depth * self.top_k**2 + 1
+        nodes = min(self.max_nodes + SPARE_NODES * self.draft_ahead, pool)
+        return TreeShape(max_depth=self.max_depth + 1, top_k=self.top_k, max_nodes=nodes)
 
     @property
     def tree(self) -> TreeShape:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from draft_service.batch import Bucket, pack, unpack_tree
 from draft_service.expand import Prefix, expand
 from draft_service.feature_words import num_words, take_rows
 from draft_service.scoring import score, turn_output_table
+from draft_service.stem import run_stem
 from draft_service.step import SequenceOutcome, SequenceWork
 from kernels.backend import Backend
 from kernels.build_tree.types import BuiltTree
@@ -57,6 +58,8 @@ class EngineConfig:
     max_sequences: int = 8  # in one step
     max_draft_rows: int = 8  # of one sequence, in a step that drafts
     max_extend_rows: int = 512  # in a step that only extends
+    max_guessed: int = 0  # tokens without features that a tree may stand on; 0: no such programs
+    max_outcomes: int = 0  # trees on guessed tokens that one sequence asks for at a time
     min_rows: int = 1  # 8 on TPU: one-row matrix products take another, slower path there
     backend: Backend = Backend.XLA
     chip: Chip | None = None
@@ -72,6 +75,13 @@ class EngineConfig:
             sizes.append(size)
             size *= 2
         drafting = [Bucket(b, b * self.max_draft_rows, True) for b in sorted(sizes)]
+        if self.max_guessed:
+            least = min(self.max_outcomes, self.max_sequences)  # they come together
+            drafting += [
+                replace(bucket, num_guessed=self.max_guessed)
+                for bucket in drafting
+                if bucket.num_sequences >= least
+            ]
         rows = sorted({min(r, self.max_extend_rows) for r in EXTEND_ROWS})
         return (*drafting, *(Bucket(self.max_sequences, r, False) for r in rows))
 
@@ -202,8 +212,12 @@ class DeviceEngine:
                     f"page_ids: {work.page_ids.size}; at most {config.pages_per_sequence}"
                 )
         num_rows = sum(work.num_rows for work in works)
+        num_guessed = max(int(work.guessed.size) for work in works)
+        if num_guessed > config.max_guessed:
+            raise ValueError(f"guessed: {num_guessed} tokens; at most {config.max_guessed}")
         for bucket in self._buckets:
             fits = bucket.num_rows >= num_rows and bucket.num_sequences >= len(works)
+            fits = fits and bool(bucket.num_guessed) == bool(num_guessed)
             if bucket.drafts == drafts and fits:
                 return bucket
         raise ValueError(
@@ -241,19 +255,27 @@ class DeviceEngine:
             if not bucket.drafts:
                 return pages, jnp.zeros((bucket.num_sequences, 0), jnp.int32)
             last = outs[x["last_rows"]]
-            logits = score(self.head, params, last)
+            logits = score(self.head, params, last)  # not used where tokens are guessed: left out
             kv_lens = x["kv_lens"] + x["starts"][1:] - x["starts"][:-1]
             slots = bucket.num_sequences
+            prefix = Prefix(pages, x["page_table"], kv_lens, x["num_live"][0])
+            states, logits = last[:slots], logits[:slots]
+            roots, stem = x["tokens"][x["last_rows"][:slots]], None
+            if bucket.num_guessed:
+                states, stem = run_stem(
+                    *(self.head, params, prefix, states, x["guessed"], x["num_guessed"]),
+                    backend=self.config.backend,
+                    chip=self.config.chip,
+                )
+                logits = score(self.head, params, states)
+                ends = jnp.maximum(x["num_guessed"] - 1, 0)
+                roots = jnp.take_along_axis(x["guessed"], ends[:, None], axis=1)[:, 0]
             tree = expand(
-                self.head,
-                params,
-                Prefix(pages, x["page_table"], kv_lens, x["num_live"][0]),
-                last[:slots],
-                logits[:slots],
-                x["tokens"][x["last_rows"][:slots]],
+                *(self.head, params, prefix, states, logits, roots),
                 shape=self.config.tree,
                 backend=self.config.backend,
                 chip=self.config.chip,
+                stem=stem,
             )
             return pages, _packed(tree)
 

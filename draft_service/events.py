@@ -46,6 +46,15 @@ class TreeReady(_Addressed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen(_Addressed):
+    """Trees of `round` by what the round before it may emit."""
+
+    round: int
+    outcomes: dict[tuple[int, ...], DraftTree]
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(_Addressed):
     """One command, or one block of features, failed. `epoch` is the command's; `state.epoch` the
     sequence's.
@@ -67,4 +76,4 @@ class Closed(_Addressed):
     pass
 
 
-Event: TypeAlias = StateReport | TreeReady | Failed | Evicted | Closed
+Event: TypeAlias = StateReport | TreeReady | Foreseen | Failed | Evicted | Closed

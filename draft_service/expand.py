@@ -38,6 +38,16 @@ class Prefix(NamedTuple):
     num_live: jax.Array
 
 
+class Stem(NamedTuple):
+    """Guessed tokens between the committed pairs and the tree, read on the head's own states.
+
+    rows [L, B, S, kv_heads, 2·head_dim]; lens int32 [B], at most S: rows beyond mean nothing.
+    """
+
+    rows: jax.Array
+    lens: jax.Array
+
+
 class Frontier(NamedTuple):
     """The nodes to expand next.
 
@@ -53,12 +63,20 @@ class Frontier(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What one level hands to the next. rows [L, B, (D-1)·K, kv_heads, 2·head_dim]: of the tree's
-    nodes so far, level after level; zero beyond.
+    """What one level hands to the next. rows [L, B, S + (D-1)·K, kv_heads, 2·head_dim]: the stem's,
+    then of the tree's nodes so far, level after level; zero beyond.
     """
 
     frontier: Frontier
     rows: jax.Array
+
+
+class Place(NamedTuple):
+    """Where a level is: its number from 1, its first row, and its nodes' position int32 [B]."""
+
+    level: jax.Array
+    first_row: jax.Array
+    positions: jax.Array
 
 
 class Candidates(NamedTuple):
@@ -85,14 +103,18 @@ def expand(
     shape: TreeShape,
     backend: Backend,
     chip: Chip | None,
+    stem: Stem | None = None,
 ) -> BuiltTree:
     """B trees of up to shape.max_nodes nodes.
 
-    last_states [B, H] and last_logits float32 [B, draft vocabulary]: of each sequence's last pair;
-    root_tokens int32 [B]. Slots at num_live and beyond give trees that mean nothing.
+    last_states [B, H] and last_logits float32 [B, draft vocabulary]: of each sequence's last pair,
+    or the end of its stem; root_tokens int32 [B]. Slots at num_live and beyond give trees that mean
+    nothing.
     """
     batch, k = last_states.shape[0], shape.top_k
-    num_rows = max(1, shape.max_depth - 1) * k  # that the head runs on: all but the deepest
+    num_stem = 0 if stem is None else stem.rows.shape[2]
+    # The stem's, and what the head runs on: all levels but the deepest.
+    num_rows = num_stem + max(1, shape.max_depth - 1) * k
     num_words = -(-num_rows // 32)
     scores, tokens = best_tokens(config, params, last_logits, k)
     frontier = Frontier(
@@ -100,16 +122,32 @@ def expand(
         scores=scores,
         pool_index=jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k)),
         states=jnp.broadcast_to(last_states[:, None], (batch, k, last_states.shape[1])),
-        bits=jnp.broadcast_to(_own_bits(0, k, num_words), (batch, k, num_words)),
+        bits=jnp.broadcast_to(_own_bits(num_stem, k, num_words), (batch, k, num_words)),
     )
+    if stem is not None:
+        above = jnp.where(
+            (jnp.arange(num_stem, dtype=jnp.int32) < stem.lens[:, None])[:, :, None],
+            _own_bits(0, num_stem, num_words)[None],
+            jnp.uint32(0),
+        )
+        # Each row has a bit of its own: their sum is their union.
+        frontier = frontier._replace(
+            bits=frontier.bits | above.sum(axis=1, dtype=jnp.uint32)[:, None]
+        )
     spec = config.local_attention
     rows_shape = (config.num_layers, batch, num_rows, spec.num_kv_heads, 2 * spec.head_dim)
 
     def next_level(carry: Level, level: jax.Array) -> tuple[Level, Candidates]:
-        return _expand_level(config, params, prefix, carry, level, backend, chip)
+        first = num_stem + (level - 1) * k
+        place = (level - 1) if stem is None else stem.lens + (level - 1)
+        at = Place(level, first, prefix.kv_lens + place)
+        return _expand_level(config, params, prefix, carry, at, backend, chip)
 
     # A loop and not an unrolled chain: one level is compiled, however deep the tree.
-    start = Level(frontier, jnp.zeros(rows_shape, last_states.dtype))
+    rows = jnp.zeros(rows_shape, last_states.dtype)
+    if stem is not None:
+        rows = rows.at[:, :, :num_stem].set(stem.rows)
+    start = Level(frontier, rows)
     levels = jnp.arange(1, shape.max_depth, dtype=jnp.int32)
     _, below = lax.scan(next_level, start, levels)
 
@@ -133,14 +171,14 @@ def _expand_level(
     params: Params,
     prefix: Prefix,
     carry: Level,
-    level: jax.Array,
+    at: Place,
     backend: Backend,
     chip: Chip | None,
 ) -> tuple[Level, Candidates]:
     """One level: the frontier through the head, its K² children, and the best of them."""
     frontier = carry.frontier
     batch, k = frontier.tokens.shape
-    outs, rows = _run(config, params, prefix, carry, level, backend, chip)
+    outs, rows = _run(config, params, prefix, carry, at, backend, chip)
     logits = score(config, params, outs.reshape(batch * k, -1))
     logps, tokens = best_tokens(config, params, logits, k)
     scores = frontier.scores[:, :, None] + logps.reshape(batch, k, k)
@@ -149,7 +187,7 @@ def _expand_level(
         jnp.repeat(frontier.pool_index, k, axis=1),
         tokens.reshape(batch, k * k),
     )
-    return Level(_next_frontier(frontier, children, outs, level), rows), children
+    return Level(_next_frontier(frontier, children, outs, at), rows), children
 
 
 def _run(
@@ -157,7 +195,7 @@ def _run(
     params: Params,
     prefix: Prefix,
     carry: Level,
-    level: jax.Array,
+    at: Place,
     backend: Backend,
     chip: Chip | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -169,7 +207,7 @@ def _run(
     num_rows = carry.rows.shape[2]
     live = jnp.minimum(jnp.arange(batch + 1, dtype=jnp.int32), prefix.num_live)
     zeros = jnp.zeros((batch,), jnp.int32)
-    first = (level - 1) * k
+    first = at.first_row
 
     def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
         own = block_kv.reshape(batch, k, *block_kv.shape[1:])
@@ -193,9 +231,9 @@ def _run(
         )
 
     embed = head_embed(config, params, frontier.tokens.reshape(-1))
-    # A node at depth d stands at position kv_len + d - 1: the pair behind the last committed one
+    # A node at depth d stands at position kv_len + stem + d - 1: the pair behind the last one
     # belongs to the root's children.
-    positions = jnp.repeat(prefix.kv_lens + (level - 1), k)
+    positions = jnp.repeat(at.positions, k)
     states = frontier.states.reshape(batch * k, -1)
     outs, block_kv = head_forward(config, params, embed, states, positions, attend)
     own = block_kv.reshape(config.num_layers, batch, k, *block_kv.shape[2:])
@@ -204,18 +242,18 @@ def _run(
 
 
 def _next_frontier(
-    frontier: Frontier, children: Candidates, outs: jax.Array, level: jax.Array
+    frontier: Frontier, children: Candidates, outs: jax.Array, at: Place
 ) -> Frontier:
     """The best K of the frontier's K² children; they stand behind all earlier ones in the pool."""
     k = frontier.tokens.shape[1]
     scores, chosen = lax.top_k(children.scores, k)
     parent = chosen // k
     above = jnp.take_along_axis(frontier.bits, parent[:, :, None], axis=1)
-    own = _own_bits(level * k, k, above.shape[2])
+    own = _own_bits(at.first_row + k, k, above.shape[2])
     return Frontier(
         tokens=jnp.take_along_axis(children.tokens, chosen, axis=1),
         scores=scores,
-        pool_index=chosen + k + (level - 1) * k * k,
+        pool_index=chosen + k + (at.level - 1) * k * k,
         states=jnp.take_along_axis(outs, parent[:, :, None], axis=1),
         bits=above | own,
     )

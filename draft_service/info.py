@@ -27,3 +27,4 @@ class DraftInfo:
     max_context_len: int
     max_tree: TreeShape
     max_sequences: int
+    max_outcomes: int = 0

@@ -19,7 +19,14 @@ from collections.abc import Iterable, Sequence
 from common.fencing import Registry, is_new_epoch, stale
 from common.page_keys import PageKeys
 from common.pages import PageCounts
-from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState, TreeShape
+from common.types import (
+    DraftTree,
+    ErrorCode,
+    FeatureRows,
+    SequenceFailure,
+    SequenceState,
+    TreeShape,
+)
 from draft_service import checks
 from draft_service.commands import Attach, Close, Command, Extend, Open, Rollback
 from draft_service.events import Closed, Event, Failed, StateReport
@@ -28,7 +35,7 @@ from draft_service.limits import DraftLimits
 from draft_service.residency import Residency
 from draft_service.sequences import DraftSequence, PendingTree
 from draft_service.step import SequenceOutcome, SequenceWork
-from draft_service.stepper import Plan, Stepper, tree_ready
+from draft_service.stepper import Plan, Stepper, foresee, tree_ready
 
 MAX_DEFERRED = 16
 """Commands of one sequence that may wait behind a running step."""
@@ -212,15 +219,25 @@ class DraftMachine:
             return
         if sequence.pending is not None and sequence.pending.round == command.round:
             return  # its tree is on the way
+        if command.begun and sequence.begun == command.round:
+            return  # a repetition
         checks.check_extend(command, sequence, self._limits)
+        known = _foreseen(sequence, command) if command.begun else None
         sequence.tokens += command.tokens
+        sequence.forget_foresight()
         shape = checks.shape_within(command.tree, sequence.shape)
         # Nodes deeper than this could never be emitted.
         useful = sequence.max_total_tokens - sequence.committed_len - 1
         shape = checks.shape_within(
             TreeShape(max_depth=useful, top_k=shape.top_k, max_nodes=shape.max_nodes), shape
         )
-        sequence.pending = PendingTree(command.round, shape, now)
+        outcomes = min(command.max_outcomes, self._limits.max_outcomes)
+        wish = PendingTree(command.round, shape, now, outcomes)
+        if known is None:
+            sequence.pending = wish
+        else:
+            sequence.pending, sequence.begun = None, command.round
+            sequence.foresight = foresee(wish, known, now)
         sequence.grown = None
         sequence.next_round = command.round + 1
         sequence.used_at = now
@@ -234,6 +251,7 @@ class DraftMachine:
             sequence.page_keys.cut(command.committed_len)
             sequence.next_round = command.round
             sequence.pending = sequence.grown = None
+            sequence.forget_foresight()
             # Pair committed_len - 1 had a token that is gone; verify sends its feature again.
             self._residency.cut(sequence, sequence.num_pairs)
             sequence.features.cut(command.committed_len - 1)
@@ -331,6 +349,14 @@ class DraftMachine:
         waiting, sequence.deferred = list(sequence.deferred), deque()
         for stream, command in waiting:
             self._take(stream, command, now, events)
+
+
+def _foreseen(sequence: DraftSequence, command: Extend) -> DraftTree | None:
+    """The tree that verify has begun the round with, as it was grown."""
+    foreseen = sequence.foreseen
+    if foreseen is None or foreseen.round != command.round:
+        return None
+    return foreseen.trees.get(command.tokens)
 
 
 def _must_wait(sequence: DraftSequence, command: Command) -> bool:

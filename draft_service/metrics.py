@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from common.metrics import Metrics, RisingCounter, integer_buckets, power_buckets
 from common.types import ErrorCode, TreeShape
-from draft_service.events import Event, Evicted, Failed, TreeReady
+from draft_service.events import Event, Evicted, Failed, Foreseen, TreeReady
 from draft_service.machine import DraftMachine
 from draft_service.stepper import Plan
 
@@ -60,6 +60,9 @@ class DraftMetrics:
             "waiting_feature_bytes", "Feature bytes that no step has fed yet"
         )
 
+        self._foreseen = metrics.counter(
+            "foreseen_trees", "Trees grown for outcomes of rounds that verify had not ended"
+        )
         self._looked_up = RisingCounter(
             metrics.counter("prefix_cache_query_tokens", "Tokens of sequences that were opened")
         )
@@ -94,6 +97,8 @@ class DraftMetrics:
                 grown = event.grown
                 nodes(grown.tree.num_nodes)
                 queue_seconds(grown.queue_seconds)
+            elif isinstance(event, Foreseen):
+                self._foreseen.inc(len(event.outcomes))
             elif isinstance(event, Failed):
                 self._errors.labels(event.code.name.lower()).inc()
             elif isinstance(event, Evicted):

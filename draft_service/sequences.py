@@ -15,15 +15,19 @@ from common.types import DraftTree, SequenceState, TreeShape
 from draft_service.commands import Command
 from draft_service.events import GrownTree
 from draft_service.features import FeatureStore
+from draft_service.foresight import ForeseenTrees, Foresight
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTree:
-    """A wish for a tree. `shape`: the most that may be sent. `since`: seconds, machine's clock."""
+    """A wish for a tree. `shape`: the most that may be sent. `since`: seconds, machine's clock.
+    `max_outcomes`: of this round, to grow trees for once its own is grown.
+    """
 
     round: int
     shape: TreeShape
     since: float
+    max_outcomes: int = 0
 
     @property
     def is_root_only(self) -> bool:
@@ -48,6 +52,9 @@ class DraftSequence:
 
     pending: PendingTree | None = None
     grown: GrownTree | None = None  # unacknowledged
+    foresight: Foresight | None = None  # trees to grow for the round after the present one
+    foreseen: ForeseenTrees | None = None  # those grown
+    begun: int | None = None  # the last round that verify began with a foreseen tree
     deferred: deque[tuple[int, Command]] = field(default_factory=deque)  # behind a running step
 
     kv_len: int = 0
@@ -94,6 +101,12 @@ class DraftSequence:
         return self.kv_len > 0 and self.features.has(self.features_from + self.kv_len - 1)
 
     @property
+    def can_foresee(self) -> bool:
+        """Whether trees are wished for outcomes, and the last pair's output can be had for them."""
+        ready = self.can_draft if self.num_missing else self.can_redo_last
+        return self.foresight is not None and self.pending is None and ready
+
+    @property
     def state(self) -> SequenceState:
         """What routers are told; `kv_len` is the position of the first feature row still wanted."""
         return SequenceState(
@@ -107,6 +120,9 @@ class DraftSequence:
         """Forgets the tree that the router has."""
         if self.grown is not None and self.grown.round <= acked_round:
             self.grown = None
+
+    def forget_foresight(self) -> None:
+        self.foresight = self.foreseen = None
 
     def root_only(self) -> DraftTree:
         return DraftTree.root_only(self.tokens[-1])

@@ -23,6 +23,9 @@ FeatureArray = npt.NDArray[Any]
 """[n, F], float32 or bfloat16, on the host."""
 
 
+NONE_GUESSED: Int32Array = np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceWork:
     """One sequence's part of a step.
@@ -30,8 +33,10 @@ class SequenceWork:
     `tokens` int32 [n], n ≥ 1: the later token of each pair, target vocabulary. `features` [n, F].
     `kv_len`: pairs in pages before these; pair i goes to KV place kv_len + i. `page_ids` int32:
     page j holds places [j·page_size, (j+1)·page_size), reserved for kv_len + n. If it drafts, the
-    root of the tree is the last of `tokens`. `page_copy`: a page of others and one of `page_ids`,
-    into which the first is copied, all layers, before anything else happens.
+    root of the tree is the last of `tokens`; or, with `guessed` int32 [m], tokens that are thought
+    to follow and have no features yet, the last of those: the head reads them on its own states,
+    and what it computes for them never enters the pages. `page_copy`: a page of others and one of
+    `page_ids`, into which the first is copied, all layers, before anything else happens.
     """
 
     sequence_id: bytes
@@ -41,6 +46,7 @@ class SequenceWork:
     page_ids: Int32Array
     page_copy: tuple[int, int] | None = None
     drafts: bool
+    guessed: Int32Array = field(default_factory=lambda: NONE_GUESSED)
 
     @property
     def num_rows(self) -> int:
@@ -55,6 +61,11 @@ class SequenceWork:
             raise ValueError(f"features: shape {self.features.shape} must be {(n, feature_size)}")
         if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
             raise ValueError(f"tokens: one is outside [0, {vocab_size})")
+        if self.guessed.size:
+            if not self.drafts:
+                raise ValueError("guessed: of no use in a work that does not draft")
+            if self.guessed.min() < 0 or self.guessed.max() >= vocab_size:
+                raise ValueError(f"guessed: one is outside [0, {vocab_size})")
         if self.kv_len < 0:
             raise ValueError(f"kv_len: {self.kv_len} is negative")
         if self.page_copy is not None and self.page_copy[1] not in self.page_ids:

@@ -8,13 +8,14 @@ while others draft and neither starves. A sequence is in at most one launched st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from common.fencing import Registry
 from common.types import DraftTree, TreeShape
-from draft_service.events import Event, Evicted, GrownTree, TreeReady
+from draft_service.events import Event, Evicted, Foreseen, GrownTree, TreeReady
+from draft_service.foresight import ForeseenTrees, Foresight, Outcome, likeliest_outcomes
 from draft_service.limits import DraftLimits
 from draft_service.residency import Residency, eviction_order
 from draft_service.sequences import DraftSequence, PendingTree
@@ -46,6 +47,8 @@ class _Launched:
     wish: PendingTree | None
     committed_len: int
     at: float
+    foresight: Foresight | None = None
+    outcome: Outcome = ()
 
 
 class Stepper:
@@ -66,7 +69,7 @@ class Stepper:
     def closed_in_flight(self) -> list[DraftSequence]:
         """Sequences that are forgotten but hold pages until their step retires."""
         launched = (entry.sequence for entries in self._launched.values() for entry in entries)
-        return [sequence for sequence in launched if sequence.closed]
+        return list({id(sequence): sequence for sequence in launched if sequence.closed}.values())
 
     def plan(self, now: float) -> Plan:
         """Answers what needs no device, reserves pages, marks the chosen sequences as in flight."""
@@ -80,6 +83,8 @@ class Stepper:
         else:
             works = self._extend(extending, bool(drafting), now, events)
             self._extend_is_due = False
+        if not works and not drafting:
+            works = self._foresee(now, events)
         if not works and not drafting and not self._launched:
             self._relieve(events)
         return Plan(works, events)
@@ -90,6 +95,7 @@ class Stepper:
     ) -> tuple[list[DraftSequence], list[Event]]:  # fmt: skip
         """Commits what a step gave. Returns the sequences that it held and their trees."""
         sequences, events = [], list[Event]()
+        foreseen: dict[int, tuple[_Launched, dict[Outcome, DraftTree]]] = {}  # by identity
         for work, outcome in zip(works, outcomes, strict=True):
             launched = self._take(work)
             sequence = launched.sequence
@@ -105,6 +111,12 @@ class Stepper:
                 if outcome.tree is None:
                     raise AssertionError("the engine gave no tree for a work that drafts")
                 self._finish(sequence, outcome.tree, launched.at, step_seconds, events)
+            if launched.foresight is not None and launched.foresight is sequence.foresight:
+                assert outcome.tree is not None
+                trees = foreseen.setdefault(id(sequence), (launched, {}))[1]
+                trees[launched.outcome] = outcome.tree
+        for launched, trees in foreseen.values():
+            events.append(_foreseen(launched, trees, step_seconds))
         return sequences, events
 
     def abandon(self, works: Sequence[SequenceWork]) -> list[DraftSequence]:
@@ -142,9 +154,17 @@ class Stepper:
         ready = [
             sequence
             for sequence in self._registry
-            if sequence.num_feedable and not sequence.in_flight and sequence not in drafting
+            if sequence.num_feedable
+            and not sequence.in_flight
+            and sequence not in drafting
+            and not self._foresees(sequence)
         ]
         return sorted(ready, key=lambda s: (s.pending is None, s.arrival))
+
+    def _foresees(self, sequence: DraftSequence) -> bool:
+        """Whether trees for outcomes can be grown in one step, rows not fed yet included."""
+        few = sequence.num_missing <= self._limits.max_draft_rows
+        return sequence.can_foresee and few and not sequence.in_flight
 
     # -- how
 
@@ -179,6 +199,33 @@ class Stepper:
             if not sequence.closed and self._reserve(sequence, until, events):
                 works.append(self._launch(sequence, sequence.kv_len, until, False, now))
                 left -= rows
+        return works
+
+    def _foresee(self, now: float, events: list[Event]) -> list[SequenceWork]:
+        """Trees for the likeliest outcomes of each sequence's present round: when nobody waits.
+
+        One work an outcome; all of a sequence go together, so that what comes next waits for no
+        more than one step.
+        """
+        ready = sorted(filter(self._foresees, self._registry), key=lambda s: s.arrival)
+        most = self._limits.max_step_sequences
+        each = max(1, most // max(1, len(ready)))
+        works: list[SequenceWork] = []
+        for sequence in ready:
+            wish = sequence.foresight
+            assert wish is not None
+            outcomes = wish.outcomes[: min(each, most - len(works))]
+            if sequence.closed or not outcomes:
+                continue
+            if not self._reserve(sequence, sequence.num_pairs, events):
+                continue
+            first = min(sequence.kv_len, sequence.num_pairs - 1)
+            for outcome in outcomes:
+                work = self._launch(sequence, first, sequence.num_pairs, True, now)
+                self._launched[sequence.sequence_id][-1] = _Launched(
+                    sequence, None, sequence.committed_len, now, wish, outcome
+                )
+                works.append(replace(work, guessed=as_tokens(outcome)))
         return works
 
     def _reserve(self, sequence: DraftSequence, num_pairs: int, events: list[Event]) -> bool:
@@ -257,7 +304,31 @@ class Stepper:
             step_seconds=step_seconds,
             queue_seconds=max(0.0, at - wish.since),
         )
+        sequence.foresight = foresee(wish, tree, at)
         events.append(tree_ready(sequence, sequence.grown))
+
+
+def foresee(wish: PendingTree, grown: DraftTree, now: float) -> Foresight | None:
+    """What to grow once `grown` is the tree of the wish's round."""
+    outcomes = likeliest_outcomes(grown, cut_to(grown, wish.shape), wish.max_outcomes)
+    if not outcomes:
+        return None
+    return Foresight(wish.round + 1, outcomes, wish.shape, now)
+
+
+def _foreseen(launched: _Launched, trees: dict[Outcome, DraftTree], step_seconds: float) -> Event:
+    """Keeps the trees and puts them into an event, each as far as it may be used."""
+    sequence, wish = launched.sequence, launched.foresight
+    assert wish is not None
+    sequence.foreseen, sequence.foresight = ForeseenTrees(wish.round, trees), None
+    return Foreseen(
+        stream=sequence.stream,
+        sequence_id=sequence.sequence_id,
+        epoch=sequence.epoch,
+        round=wish.round,
+        outcomes={outcome: cut_to(tree, wish.shape) for outcome, tree in trees.items()},
+        step_seconds=step_seconds,
+    )
 
 
 def cut_to(tree: DraftTree, shape: TreeShape) -> DraftTree:

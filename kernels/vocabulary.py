@@ -9,9 +9,9 @@ from jax import lax
 
 def share_start(size: int, axis: str | None) -> jax.Array:
     """int32 scalar: the first of the `size` tokens that this chip holds; 0 where `axis` is None."""
-    if axis is None:
-        return jnp.int32(0)
-    return lax.axis_index(axis) * jnp.int32(size)
+    index: jax.Array = jnp.zeros((), jnp.int32) if axis is None else lax.axis_index(axis)
+    first: jax.Array = index * size
+    return first
 
 
 def place_in_share(tokens: jax.Array, size: int, axis: str | None) -> jax.Array:

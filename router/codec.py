@@ -18,9 +18,11 @@ from router.messages import (
     SequenceFailed,
     StateReport,
     TreeReady,
+    TreesForeseen,
     VerifyAttach,
     VerifyCommand,
     VerifyEvent,
+    VerifyForesee,
     VerifyOpen,
     VerifyTree,
 )
@@ -38,6 +40,11 @@ def encode_verify(command: VerifyCommand) -> verify_pb2.VerifyCommand:
             body = message.verify_tree
             body.round, body.kv_len = command.round, command.kv_len
             fill_tree(body.tree, command.tree)
+        case VerifyForesee():
+            message.foresee.round = command.round
+            for tokens, tree in command.outcomes.items():
+                outcome = message.foresee.outcomes.add(tokens=tokens)
+                fill_tree(outcome.tree, tree)
         case VerifyOpen():
             message.open.CopyFrom(_verify_open(command))
         case VerifyAttach():
@@ -78,6 +85,9 @@ def encode_draft(command: DraftCommand) -> draft_pb2.DraftCommand:
             body = message.extend
             body.round, body.base_len = command.round, command.base_len
             body.tokens.extend(command.tokens)
+            if command.tree is not None:
+                body.tree.CopyFrom(_shape(command.tree))
+            body.max_outcomes, body.begun = command.max_outcomes, command.begun
         case DraftOpen():
             message.open.tokens.extend(command.tokens)
             message.open.sampling.CopyFrom(_sampling(command.sampling))
@@ -145,6 +155,8 @@ def decode_verify(event: verify_pb2.VerifyEvent) -> VerifyEvent | None:
                     tuple(zip(place.tokens, place.logprobs, strict=False))
                     for place in body.top_logprobs
                 ),
+                body.wants_tree if body.HasField("wants_tree") else True,
+                body.next_begun,
                 num_cached_tokens=body.num_cached_tokens,
             )
         case "state":
@@ -161,11 +173,14 @@ def decode_draft(event: draft_pb2.DraftEvent) -> DraftEvent | None:
     match event.WhichOneof("event"):
         case "tree":
             body = event.tree
-            tree = Tree(tuple(body.tree.tokens), tuple(body.tree.parents), tuple(body.tree.scores))
             return TreeReady(
                 *(event.sequence_id, event.epoch, body.round, body.committed_len),
-                *(tree, body.step_seconds, body.queue_seconds),
+                *(_tree(body.tree), body.step_seconds, body.queue_seconds),
             )
+        case "foreseen":
+            ahead = event.foreseen
+            outcomes = [(tuple(each.tokens), _tree(each.tree)) for each in ahead.outcomes]
+            return TreesForeseen(event.sequence_id, event.epoch, ahead.round, outcomes)
         case "state":
             return StateReport(event.sequence_id, event.epoch, _state(event.state))
         case "error":
@@ -173,6 +188,10 @@ def decode_draft(event: draft_pb2.DraftEvent) -> DraftEvent | None:
         case "evicted":
             return Evicted(event.sequence_id, event.epoch)
     return None
+
+
+def _tree(tree: types_pb2.DraftTree) -> Tree:
+    return Tree(tuple(tree.tokens), tuple(tree.parents), tuple(tree.scores))
 
 
 def _failed(sequence_id: bytes, epoch: int, error: types_pb2.SequenceError) -> SequenceFailed:

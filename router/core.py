@@ -223,12 +223,19 @@ class RouterCore:
                 ),
                 deadline_seconds=self._config.tree_seconds,
                 catch_up_tokens=self._config.catch_up_tokens,
+                max_outcomes=self._max_outcomes(),
             )
         return MachineSettings(
             draft=draft,
             max_tree_nodes=min(info.max_tree_nodes for info in self.fleet.verify_infos),
             verify_lost_seconds=self._config.verify_lost_seconds,
         )
+
+    def _max_outcomes(self) -> int:
+        """Trees that are grown ahead of each result; 0 unless every replica can do its part."""
+        if not all(info.draft_ahead for info in self.fleet.verify_infos):
+            return 0
+        return min((info.max_outcomes for info in self.fleet.draft_infos), default=0)
 
     def abort(self, request_id: str, caller: Caller = ANYBODY) -> bool:
         choices = self._by_request.get((caller.key, request_id))

@@ -36,6 +36,11 @@ from router.messages import (
 _MAX_SKIPPED_ROUNDS = 32
 """The longest that a draft is left alone, after misses or errors in a row."""
 
+_KEEP_UP_TOKENS = 8
+"""A draft that no tree is asked of hears of so many new tokens at a time."""
+
+_ROOT_ALONE = TreeShape(max_depth=0, top_k=0, max_nodes=1)
+
 _PERMANENT = (ErrorCode.INVALID, ErrorCode.NEVER_FITS, ErrorCode.UNIMPLEMENTED)
 _BUSY = (ErrorCode.OVERLOADED, ErrorCode.NOT_SERVING, ErrorCode.INTERNAL)
 
@@ -59,12 +64,15 @@ class FeatureRoute(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """`catch_up_tokens`: how far back a draft opened late begins."""
+    """`catch_up_tokens`: how far back a draft opened late begins. `max_outcomes`: of each round,
+    for which trees are grown ahead of its result; 0: none.
+    """
 
     needs_features: bool = True
     max_context_len: int = 1 << 31
     deadline_seconds: float = 0.5
     catch_up_tokens: int = 2048
+    max_outcomes: int = 0
 
 
 class DraftSide:
@@ -83,6 +91,7 @@ class DraftSide:
         self._tree = tree
         self._known_len = 0  # committed tokens that the draft has been told
         self._outstanding: int | None = None  # the round whose tree is under way
+        self._keeps_up = False  # the outstanding one only tells tokens
         self._answered: int | None = None  # the last round whose tree is here or not wanted
         self._features_next = 0  # position of the next row that the draft must get
         self._expects_rows = False  # while ABSENT: the next block may open it
@@ -113,32 +122,43 @@ class DraftSide:
     @property
     def is_growing(self) -> bool:
         """Whether a tree is under way."""
-        return self._outstanding is not None
+        return self._outstanding is not None and not self._keeps_up
 
     def wants_restart(self, round_: int) -> bool:
         """Whether it is absent, could be opened now, and nothing is under way to that end."""
         absent = self.stage is DraftStage.ABSENT and not self._expects_rows
         return absent and self.link_up and round_ >= self._skip_until
 
-    def extend(self, round_: int, tokens: Sequence[int]) -> DraftExtend | None:
-        """Asks for the round's tree. None: no tree can be had for this round."""
+    def extend(
+        self, round_: int, tokens: Sequence[int], *, begun: bool = False
+    ) -> DraftExtend | None:
+        """Asks for the round's tree. None: no tree can be had for this round.
+
+        `begun`: there is one; only trees for its outcomes are wished.
+        """
         ready = self.link_up and self.stage in (DraftStage.OPENING, DraftStage.LIVE)
-        if not ready or self._outstanding is not None or round_ < self._skip_until:
+        busy = self._outstanding is not None and not self._keeps_up
+        if not ready or busy or round_ < self._skip_until:
             return None
         if len(tokens) > self.settings.max_context_len:
             self._refuse(f"{len(tokens)} tokens are beyond the draft's context")
             return None
-        command = DraftExtend(
-            self._sequence_id,
-            self.epoch,
-            self._answered,
-            round_,
-            self._known_len,
-            tokens[self._known_len :],
-        )
-        self._known_len = len(tokens)
-        self._outstanding = round_
-        return command
+        return self._extend(round_, tokens, None, begun)
+
+    def keep_up(self, round_: int, tokens: Sequence[int]) -> DraftExtend | None:
+        """Tells new tokens, without waiting for a tree, once there are enough of them: so that the
+        draft can feed its features, and a tree is near when one is wanted again.
+        """
+        ready = self.stage is DraftStage.LIVE and self.link_up and self._outstanding is None
+        if not ready or len(tokens) - self._known_len < _KEEP_UP_TOKENS:
+            return None
+        if len(tokens) > self.settings.max_context_len:
+            return None  # refused when a tree is wanted
+        return self._extend(round_, tokens, _ROOT_ALONE)
+
+    def no_longer_awaits(self) -> None:
+        """The round went another way: what is under way may be superseded."""
+        self._keeps_up = self._outstanding is not None
 
     def miss(self, round_: int) -> None:
         """The round's tree did not come in time. In a row, misses cost ever fewer waits."""
@@ -249,6 +269,22 @@ class DraftSide:
         return (FeatureRoute.HOLD if opening else FeatureRoute.FORWARD), commands
 
     # -- within
+
+    def _extend(
+        self, round_: int, tokens: Sequence[int], shape: TreeShape | None, begun: bool = False
+    ) -> DraftExtend:
+        known, self._known_len = self._known_len, len(tokens)
+        self._outstanding = None if begun else round_
+        self._keeps_up = shape is not None
+        return DraftExtend(
+            *(self._sequence_id, self.epoch, self._answered),
+            round=round_,
+            base_len=known,
+            tokens=tokens[known:],
+            tree=shape,
+            max_outcomes=0 if shape is not None else self.settings.max_outcomes,
+            begun=begun,
+        )
 
     def _open(self, tokens: Sequence[int], features_from: int) -> DraftOpen:
         self.stage = DraftStage.OPENING

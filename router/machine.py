@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from common.types import ErrorCode, SequenceState
+from common.types import ErrorCode, SequenceState, TreeShape
 from router.actions import (
     Action,
     Emitted,
@@ -33,6 +33,7 @@ from router.actions import (
 from router.drafting import DraftSettings, DraftSide, DraftStage, FeatureRoute
 from router.emission import Emission
 from router.errors import ErrorKind, Failure
+from router.foresight import Foresight, KnownTree
 from router.generation import Generation
 from router.messages import (
     DraftEvent,
@@ -42,6 +43,7 @@ from router.messages import (
     SequenceFailed,
     StateReport,
     TreeReady,
+    TreesForeseen,
     VerifyEvent,
     VerifyTree,
 )
@@ -98,14 +100,19 @@ class GenerationMachine:
         self.num_preemptions = 0
         self.num_reopened = 0
         self.num_draft_misses = 0
+        self.num_foreseen_rounds = 0  # their tree was grown before the last result
+        self.num_undrafted_rounds = 0  # verify advised against a tree
         self._settings = settings
         self._emission = Emission(generation, text)
         self._tree = Tree.root_only(self.tokens[-1])
         self._depths: Sequence[int] = (0,)
         self._tree_wanted = False
+        self._verify_wants_tree = True
         self._round_draft_seconds = 0.0
         self._retry_at = 0.0
         self._tree_deadline = 0.0
+        self._foresight = Foresight()
+        self._last_tokens: Sequence[int] = ()  # of the last result
         self._sent_at = now
         self._draft: DraftSide | None = None
         if settings.draft is not None and generation.tree is not None:
@@ -276,16 +283,44 @@ class GenerationMachine:
         if taken.finished is not None:
             return [emitted, taken.finished, *self._end()]
         self.round += 1
+        self._verify_wants_tree, self._last_tokens = event.wants_tree, event.tokens
+        known = self._foresight.find(self.round, event.tokens)
+        if event.next_begun or known is not None:
+            return [emitted, *self._go_on(known, event.next_begun, now)]
         return [emitted, *self._begin_round(now)]
 
+    def _go_on(self, known: KnownTree | None, begun: bool, now: float) -> list[Action]:
+        """The round has its tree already: verify runs it (`begun`), or is sent it."""
+        self._verify.rides_on_open = False
+        self._round_draft_seconds = 0.0
+        self._tree_wanted = known is not None
+        self.num_foreseen_rounds += 1
+        actions: list[Action] = []
+        if self._draft is not None and self._emission.room > 1:
+            extend = self._draft.extend(self.round, self.tokens, begun=True)
+            actions = [] if extend is None else [ToDraft(extend)]
+        tree = Tree.root_only(self.tokens[-1]) if known is None else known.tree
+        depths = (0,) if known is None else known.depths
+        if not begun:
+            return self._send(tree, depths, now) + actions
+        self._tree, self._depths = tree, depths
+        self.phase = Phase.RESULT
+        self._sent_at = now
+        return actions
+
     def _begin_round(self, now: float) -> list[Action]:
-        """Asks the draft for a tree where one can be had and used; else goes root-only."""
+        """Asks the draft for a tree where one can be had and pays; else goes root-only."""
         self.phase = Phase.TREE  # nothing of this round is sent yet
         self._verify.rides_on_open = False
         self._round_draft_seconds = 0.0
-        self._tree_wanted = self._draft is not None and self._emission.room > 1
-        if self._draft is None or not self._tree_wanted:
+        useful = self._draft is not None and self._emission.room > 1
+        self._tree_wanted = useful and self._verify_wants_tree
+        if self._draft is None or not useful:
             return self._go_root_only(now)
+        if not self._tree_wanted:
+            kept_up = self._draft.keep_up(self.round, self.tokens)
+            self.num_undrafted_rounds += 1
+            return self._go_root_only(now) + ([ToDraft(kept_up)] if kept_up is not None else [])
         actions: list[Action] = []
         if self._draft.wants_restart(self.round):
             if self._draft.settings.needs_features:
@@ -367,13 +402,25 @@ class GenerationMachine:
                 return self._fail(ErrorKind.INVALID_ARGUMENT, event.message, field="max_tokens")
             case ErrorCode.UNIMPLEMENTED:
                 return self._fail(ErrorKind.UNIMPLEMENTED, event.message)
-            case ErrorCode.INVALID if event.round == self.round and self._tree.num_nodes > 1:
+            case ErrorCode.INVALID if event.round == self.round + 1:
+                self._foresight.forget()  # of a tree ahead: it costs no more than that
+                if self._draft is not None:
+                    self._draft.on_malformed_tree(self.round)
+                return []
+            case ErrorCode.INVALID if event.round == self.round and self._has_sent_tree:
                 if self._draft is not None:
                     self._draft.on_malformed_tree(self.round)
                 return self._go_root_only(now)
             case ErrorCode.INVALID:
                 return self._fail(ErrorKind.INTERNAL, f"verify refused: {event.message}")
         return self._recover(event.message, event.state, now)
+
+    @property
+    def _has_sent_tree(self) -> bool:
+        """Whether an INVALID of this round can be a tree's fault: while none was sent, of one that
+        was foreseen for it.
+        """
+        return self._tree.num_nodes > 1 or self.phase is Phase.TREE
 
     def _refused(self, kind: ErrorKind, message: str, now: float) -> list[Action]:
         """Verify takes no more sequences. What the client has seen the start of waits."""
@@ -413,6 +460,8 @@ class GenerationMachine:
         match event:
             case TreeReady():
                 return self._on_tree(draft, event, now)
+            case TreesForeseen():
+                return self._on_foreseen(draft, event, now)
             case StateReport():
                 return self._on_draft_state(draft, event, now)
             case SequenceFailed():
@@ -449,15 +498,36 @@ class GenerationMachine:
         if depths is None or tree.tokens[0] != self.tokens[-1]:
             draft.on_malformed_tree(self.round)
             return self._go_root_only(now)
-        assert self.generation.tree is not None
-        most = min(self.generation.tree.max_nodes, self._settings.max_tree_nodes)
+        most = self._most_of_a_tree()
         # A path of d nodes emits d + 1 tokens.
-        depth = min(self.generation.tree.max_depth, self._emission.room - 1)
-        capped = tree.capped(depths, most, depth)
+        depth = min(most.max_depth, self._emission.room - 1)
+        capped = tree.capped(depths, most.max_nodes, depth)
         if capped is not tree:
             depths = capped.depths()
             assert depths is not None
         return self._send(capped, depths, now)
+
+    def _most_of_a_tree(self) -> TreeShape:
+        assert self.generation.tree is not None
+        shape = self.generation.tree
+        return replace(shape, max_nodes=min(shape.max_nodes, self._settings.max_tree_nodes))
+
+    def _on_foreseen(self, draft: DraftSide, event: TreesForeseen, now: float) -> list[Action]:
+        """Trees for the round behind the one that verify runs, or, late, for the one that waits."""
+        if event.epoch != draft.epoch:
+            return []
+        if self.phase is Phase.RESULT and event.round == self.round + 1:
+            outcomes = self._foresight.keep(event, self._most_of_a_tree())
+            may_run_on = not self.paused and self._verify.link_up and bool(outcomes)
+            return [ToVerify(self._verify.foresee(event.round, outcomes))] if may_run_on else []
+        if self.phase is Phase.TREE and event.round == self.round:
+            self._foresight.keep(event, self._most_of_a_tree())
+            known = self._foresight.find(self.round, self._last_tokens)
+            if known is not None:
+                self.num_foreseen_rounds += 1
+                draft.no_longer_awaits()
+                return self._send(known.tree, known.depths, now)
+        return []
 
     def _on_draft_state(self, draft: DraftSide, event: StateReport, now: float) -> list[Action]:
         was = draft.stage

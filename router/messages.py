@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -57,6 +57,14 @@ class VerifyTree(_Command):
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyForesee(_Command):
+    """Trees of `round` by what the round before it may emit."""
+
+    round: int
+    outcomes: Mapping[tuple[int, ...], Tree]
+
+
+@dataclass(frozen=True, slots=True)
 class Rollback(_Command):
     """Cuts to `committed_len` tokens; `round` is the next. To either service."""
 
@@ -86,12 +94,19 @@ class DraftAttach(_Command):
 
 @dataclass(frozen=True, slots=True)
 class DraftExtend(_Command):
+    """`tree`: at most so much; None: the shape of Open. `max_outcomes`: for which trees are wished
+    ahead. `begun`: verify has the round's tree.
+    """
+
     round: int
     base_len: int
     tokens: Sequence[int]
+    tree: TreeShape | None = None
+    max_outcomes: int = 0
+    begun: bool = False
 
 
-VerifyCommand: TypeAlias = VerifyOpen | VerifyAttach | VerifyTree | Rollback | Close
+VerifyCommand: TypeAlias = VerifyOpen | VerifyAttach | VerifyTree | VerifyForesee | Rollback | Close
 DraftCommand: TypeAlias = DraftOpen | DraftAttach | DraftExtend | Rollback | Close
 
 
@@ -115,7 +130,8 @@ class SequenceFailed(_Addressed):
 @dataclass(frozen=True, slots=True)
 class RoundResult(_Addressed):
     """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus. `logprobs` and
-    `top_logprobs` have one entry per token where they were asked for, else none.
+    `top_logprobs` have one entry per token where they were asked for, else none. `wants_tree`:
+    verify's advice for the next round. `next_begun`: it runs already, with a foreseen tree.
     `num_cached_tokens`: found computed at the Open that this round rode on.
     """
 
@@ -129,6 +145,8 @@ class RoundResult(_Addressed):
     queue_seconds: float
     logprobs: Sequence[float] = ()
     top_logprobs: Sequence[TopLogprobs] = ()
+    wants_tree: bool = True
+    next_begun: bool = False
     num_cached_tokens: int = 0
 
 
@@ -147,9 +165,17 @@ class TreeReady(_Addressed):
 
 
 @dataclass(frozen=True, slots=True)
+class TreesForeseen(_Addressed):
+    """Trees of `round` by what the round before it may emit."""
+
+    round: int
+    outcomes: Sequence[tuple[Sequence[int], Tree]]
+
+
+@dataclass(frozen=True, slots=True)
 class Evicted(_Addressed):
     """The draft ran out of pages: it knows the sequence no more."""
 
 
 VerifyEvent: TypeAlias = StateReport | SequenceFailed | RoundResult | Preempted
-DraftEvent: TypeAlias = StateReport | SequenceFailed | TreeReady | Evicted
+DraftEvent: TypeAlias = StateReport | SequenceFailed | TreeReady | TreesForeseen | Evicted

@@ -6,10 +6,17 @@ Attach and Rollback carries a new epoch; what comes under another is of an earli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from router.generation import Generation
-from router.messages import Close, Rollback, VerifyAttach, VerifyOpen, VerifyTree
+from router.messages import (
+    Close,
+    Rollback,
+    VerifyAttach,
+    VerifyForesee,
+    VerifyOpen,
+    VerifyTree,
+)
 from router.trees import Tree
 
 _MAX_STOP_TOKENS_SENT = 80
@@ -78,6 +85,9 @@ class VerifySide:
         return VerifyTree(
             *(self._sequence_id, self.epoch, self.acked), *(round_, num_tokens - 1, tree)
         )
+
+    def foresee(self, round_: int, outcomes: Mapping[tuple[int, ...], Tree]) -> VerifyForesee:
+        return VerifyForesee(*(self._sequence_id, self.epoch, self.acked), round_, outcomes)
 
     def roll_back(self, num_tokens: int, round_: int) -> Rollback:
         self.epoch += 1

@@ -266,6 +266,15 @@ SPECULATION = Board(
             limit=0.2,
         ),
         Panel(
+            question="Does waiting for trees pay?",
+            queries=[
+                Query(expr=f"avg({V}_wants_trees{{{HERE}}})", legend="replicas that say so"),
+            ],
+            unit="percentunit",
+            note="Verify measures both ways (--tree-budget auto). Rounds that follow its advice"
+            " against trees: canopy_router_undrafted_rounds_total.",
+        ),
+        Panel(
             question="Where does a round's time go?",
             queries=[
                 Query(expr=rate(f"{R}_round_seconds_sum", "where"), legend="{{where}}"),

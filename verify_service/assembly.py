@@ -32,6 +32,7 @@ from models.target_tables import read_target_facts
 from verify_service import step_curve
 from verify_service.budget import TreeBudget
 from verify_service.config import VerifyConfig
+from verify_service.draft_gate import DraftGate
 from verify_service.engine import DeviceEngine, EngineConfig
 from verify_service.info import VerifyInfo
 from verify_service.limits import VerifyLimits
@@ -47,6 +48,7 @@ class Assembly:
     limits: VerifyLimits
     info: VerifyInfo
     budget: TreeBudget | None
+    gate: DraftGate | None
 
 
 LAYERS_PER_PROGRAM = 3
@@ -62,7 +64,7 @@ def assemble(config: VerifyConfig, group: Leader | None) -> Assembly:
     for point in step_times:
         _logger.info("step time", **asdict(point))
     limits, info = _limits(config, engine), _info(config, engine, identity, step_times)
-    return Assembly(engine, limits, info, _budget(config, step_times))
+    return Assembly(engine, limits, info, _budget(config, step_times), _gate(config))
 
 
 def facts_of(engine: DeviceEngine, identity: Identity) -> dict[str, Any]:
@@ -194,6 +196,10 @@ def _budget(config: VerifyConfig, step_times: tuple[StepPoint, ...]) -> TreeBudg
     if config.tree_budget == "full":
         return None
     return TreeBudget(StepCurve.of(step_times), config.max_tree_depth)
+
+
+def _gate(config: VerifyConfig) -> DraftGate | None:
+    return None if config.tree_budget == "full" else DraftGate()
 
 
 def _info(

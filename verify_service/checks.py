@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from common.types import ErrorCode, SequenceFailure
-from verify_service.commands import Open, Rollback, VerifyTree
+from verify_service.commands import Foresee, Open, Rollback, VerifyTree
 from verify_service.limits import VerifyLimits
 from verify_service.sequences import VerifySequence
+
+MAX_OUTCOMES = 64
+"""Trees that may be kept for the outcomes of one round."""
 
 MAX_ROUNDS = 1 << 63
 """Round numbers stay below; the wire has 64 bits."""
@@ -87,6 +90,22 @@ def check_round(command: VerifyTree, sequence: VerifySequence, limits: VerifyLim
         raise wrong(f"tree: its root is token {root}, the last committed one {sequence.tokens[-1]}")
     if sequence.committed_len >= sequence.max_total_tokens:
         raise wrong(f"round: the sequence has its max_total_tokens, {sequence.max_total_tokens}")
+
+
+def check_foreseen(command: Foresee, sequence: VerifySequence, limits: VerifyLimits) -> None:
+    """INVALID for an outcome without tokens, too many of them, or a tree not rooted in its last."""
+    try:
+        if len(command.outcomes) > MAX_OUTCOMES:
+            raise ValueError(f"{len(command.outcomes)} of them; at most {MAX_OUTCOMES}")
+        for tokens, tree in command.outcomes.items():
+            tree.validate(limits.vocab_size, limits.max_tree_nodes)
+            if not np.isfinite(tree.scores).all():
+                raise ValueError("a tree has a score that is not finite")
+            if not tokens or int(tree.tokens[0]) != tokens[-1]:
+                raise ValueError("a tree's root is not its outcome's last token")
+    except ValueError as error:
+        message = f"outcomes: {error}"
+        raise SequenceFailure(ErrorCode.INVALID, message, sequence.state, command.round) from error
 
 
 def check_rollback(command: Rollback, sequence: VerifySequence) -> None:

@@ -27,6 +27,7 @@ from verify_service.commands import (
     Attach,
     Close,
     Command,
+    Foresee,
     Open,
     ReplayFeatures,
     Rollback,
@@ -90,6 +91,7 @@ def encode_info(info: VerifyInfo) -> verify_pb2.GetVerifyInfoResponse:
         max_sequences=info.max_sequences,
         page_size_tokens=info.page_size_tokens,
         num_pages=info.num_pages,
+        draft_ahead=True,
         step_times=[
             verify_pb2.StepTime(
                 num_tokens=point.num_tokens,
@@ -145,6 +147,12 @@ def _command(message: verify_pb2.VerifyCommand) -> Command:
             return Rollback(**base, committed_len=cut.committed_len, round=cut.round)
         case "close":
             return Close(**base)
+        case "foresee":
+            ahead = message.foresee
+            outcomes = {
+                tuple(each.tokens): _tree(each.tree, ahead.round) for each in ahead.outcomes
+            }
+            return Foresee(**base, round=ahead.round, outcomes=outcomes)
         case "replay_features":
             return ReplayFeatures(**base, position=message.replay_features.position)
         case _:
@@ -239,6 +247,8 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
                     top_logprobs=[_top(place) for place in result.top_logprobs],
                     step_seconds=result.step_seconds,
                     queue_seconds=result.queue_seconds,
+                    wants_tree=result.wants_tree,
+                    next_begun=result.next_begun,
                     num_cached_tokens=result.num_cached_tokens,
                 )
             )

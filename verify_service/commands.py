@@ -75,4 +75,12 @@ class ReplayFeatures(_Addressed):
     position: int
 
 
-Command: TypeAlias = Open | Attach | VerifyTree | Rollback | Close | ReplayFeatures
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foresee(_Addressed):
+    """Trees for outcomes of the round before `round`, by what it would emit."""
+
+    round: int
+    outcomes: dict[tuple[int, ...], DraftTree]
+
+
+Command: TypeAlias = Open | Attach | VerifyTree | Foresee | Rollback | Close | ReplayFeatures

@@ -49,8 +49,8 @@ class VerifyConfig(DeviceConfig):
     max_tree_nodes: int = Field(64, ge=1, le=128, description="Nodes of a tree, root included.")
     max_tree_depth: int = Field(16, ge=1, le=64, description="Deeper nodes are cut.")
     tree_budget: Literal["auto", "full"] = Field(
-        "full",
-        description="Nodes of a step: auto, as many as pay by the measured step times; full, all.",
+        "auto",
+        description="auto: nodes, and waits for trees, as they pay by measured times; full: all.",
     )
     feature_window_tokens: int = Field(
         2048, ge=64, le=1 << 20, description="Feature rows kept per sequence, to send and replay."

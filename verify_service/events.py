@@ -26,8 +26,9 @@ class RoundResult:
     `kv_len`: before the round, so that `tokens[i]` stands at position kv_len + 1 + i. `tokens`: the
     accepted path and the bonus. `margins`: one per token; so `logprobs` and `top_logprobs`, where
     asked for. `accepted_nodes`: indices into the tree as the router sent it. `num_nodes`: verified,
-    root included. `num_cached_tokens`: of the first result since
-    Open, tokens whose rows were found.
+    root included. `wants_tree`: whether the next round should wait for a tree.
+    `next_begun`: it runs already, with a foreseen tree.
+    `num_cached_tokens`: of the first result since Open, tokens whose rows were found.
     """
 
     round: int
@@ -40,6 +41,8 @@ class RoundResult:
     step_seconds: float = 0.0
     queue_seconds: float = 0.0
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    wants_tree: bool = True
+    next_begun: bool = False
     num_cached_tokens: int = 0
 
 

@@ -27,18 +27,20 @@ from verify_service.commands import (
     Attach,
     Close,
     Command,
+    Foresee,
     Open,
     ReplayFeatures,
     Rollback,
     VerifyTree,
 )
+from verify_service.draft_gate import DraftGate
 from verify_service.events import Closed, Event, Failed, RoundDone, StateReport
 from verify_service.features import FeatureWindow
 from verify_service.limits import VerifyLimits
 from verify_service.prefix_cache import PrefixCounts
 from verify_service.registry import Registry
 from verify_service.residency import Residency
-from verify_service.sequences import PendingRound, VerifySequence
+from verify_service.sequences import Foreseen, PendingRound, VerifySequence
 from verify_service.step import SequenceOutcome, SequenceWork, TokenHistory
 from verify_service.stepper import Plan, Stepper
 
@@ -47,15 +49,23 @@ MAX_DEFERRED = 16
 
 
 class VerifyMachine:
-    """`budget` chooses how much of each tree is verified; None: as much as a step holds."""
+    """`budget` chooses how much of each tree is verified; None: as much as a step holds. `gate`:
+    whether rounds should wait for trees; None: always.
+    """
 
-    def __init__(self, limits: VerifyLimits, budget: TreeBudget | None = None) -> None:
+    def __init__(
+        self,
+        limits: VerifyLimits,
+        budget: TreeBudget | None = None,
+        gate: DraftGate | None = None,
+    ) -> None:
         self._limits = limits
         self._residency = Residency(limits)
         self._registry = Registry(limits, self._residency)
-        self._stepper = Stepper(limits, self._registry, self._residency, budget)
+        self._stepper = Stepper(limits, self._registry, self._residency, budget, gate)
         self._with_features: dict[bytes, None] = {}  # sequences with rows to send, in turn
         self._draining = False
+        self._gate = gate
 
     # -- what the service sees of it
 
@@ -75,6 +85,22 @@ class VerifyMachine:
     @property
     def num_in_flight(self) -> int:
         return self._stepper.num_in_flight
+
+    @property
+    def wants_trees(self) -> bool:
+        """Whether rounds should wait for trees."""
+        return self._gate is None or self._gate.wants_tree
+
+    @property
+    def num_draft_probes(self) -> int:
+        """Times that the other way was tried."""
+        return 0 if self._gate is None else self._gate.num_probes
+
+    @property
+    def num_foreseen(self) -> tuple[int, int]:
+        """Rounds that ended with trees for outcomes at hand: that went on with one, and not."""
+        begun = self._stepper.num_begun
+        return begun, self._stepper.num_foreseen - begun
 
     @property
     def has_ready(self) -> bool:
@@ -170,6 +196,8 @@ class VerifyMachine:
                 self._attach(stream, command, now, events)
             case VerifyTree():
                 self._verify_tree(stream, command, now, events)
+            case Foresee():
+                self._foresee(stream, command)
             case Rollback():
                 self._rollback(stream, command, now, events)
             case ReplayFeatures():
@@ -229,6 +257,7 @@ class VerifyMachine:
             return
         self._acknowledge(sequence, command)
         self._registry.hand_over(sequence, stream, command.epoch, now)
+        sequence.turn = sequence.foreseen = None
         events.append(_state_report(stream, sequence))
         events += [_round_done(sequence, round_) for round_ in sorted(sequence.results)]
         replayed_from = min((r.kv_len for r in sequence.results.values()), default=None)
@@ -252,6 +281,15 @@ class VerifyMachine:
         max_depth = min(room, self._limits.max_tree_depth)
         sequence.pending = PendingRound.of(command.round, command.tree, max_depth, now)
 
+    def _foresee(self, stream: int, command: Foresee) -> None:
+        """Keeps trees for outcomes of the round that is pending or under way; others are late."""
+        sequence = self._owned(stream, command, command.round)
+        self._acknowledge(sequence, command, command.round)
+        if sequence.pending is None or command.round != sequence.next_round + 1:
+            return
+        checks.check_foreseen(command, sequence, self._limits)
+        sequence.foreseen = Foreseen(command.round, command.outcomes)
+
     def _rollback(self, stream: int, command: Rollback, now: float, events: list[Event]) -> None:
         sequence = self._registry.need(command.sequence_id, command.round)
         if self._is_new_epoch(sequence, command):
@@ -262,7 +300,8 @@ class VerifyMachine:
             sequence.num_prompt_tokens = min(sequence.num_prompt_tokens, command.committed_len)
             sequence.history = TokenHistory(sequence.tokens, sequence.num_prompt_tokens)
             sequence.next_round = command.round
-            sequence.pending, sequence.paused_since = None, now
+            sequence.pending, sequence.paused_since, sequence.turn = None, now, None
+            sequence.foreseen = None
             sequence.results.clear()
             # The new last token is the next root: its row is computed again, for its logits.
             self._residency.cut(sequence, command.committed_len - 1)
@@ -366,7 +405,7 @@ class VerifyMachine:
         return command.epoch > sequence.epoch
 
     def _owned(
-        self, stream: int, command: VerifyTree | ReplayFeatures, round_: int = 0
+        self, stream: int, command: VerifyTree | Foresee | ReplayFeatures, round_: int = 0
     ) -> VerifySequence:
         sequence = self._registry.need(command.sequence_id, round_)
         if command.epoch > sequence.epoch:

@@ -44,7 +44,7 @@ class VerifyService(EngineService):
         group = await self._gather()
         assembly = await asyncio.to_thread(assemble, self._settings, group)
         loop = VerifyLoop(
-            VerifyMachine(assembly.limits, assembly.budget),
+            VerifyMachine(assembly.limits, assembly.budget, assembly.gate),
             assembly.engine,
             deliver=self._hub.deliver,
             on_features=self._hub.wake_receivers,

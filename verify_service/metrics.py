@@ -49,6 +49,17 @@ class VerifyMetrics:
         self._sequences = metrics.gauge(
             "sequences", "Sequences by state", ["state"], values=SEQUENCE_STATES
         )
+        foreseen = metrics.counter(
+            "foreseen_rounds", "Rounds that ended with trees for outcomes at hand", ["outcome"],
+            values=("hit", "miss"),
+        )  # fmt: skip
+        self._foreseen = [RisingCounter(foreseen.labels(of)) for of in ("hit", "miss")]
+        self._wants_trees = metrics.gauge(
+            "wants_trees", "1: rounds should wait for trees; 0: roots alone were found faster"
+        )
+        self._draft_probes = RisingCounter(
+            metrics.counter("draft_probes", "Times that the other way was tried: trees, or roots")
+        )
         self._pages = metrics.gauge("kv_pages", "KV pages by state", ["state"], values=PAGE_STATES)
 
         self._looked_up = RisingCounter(
@@ -100,6 +111,10 @@ class VerifyMetrics:
         self._sequences.labels("waiting").set(machine.num_waiting)
         self._sequences.labels("in_flight").set(machine.num_in_flight)
         self._sequences.labels("open").set(machine.num_sequences)
+        self._wants_trees.set(machine.wants_trees)
+        self._draft_probes.set_total(machine.num_draft_probes)
+        for counter, total in zip(self._foreseen, machine.num_foreseen, strict=True):
+            counter.set_total(total)
         self._looked_up.set_total(machine.prefix_counts.looked_up)
         self._found.set_total(machine.prefix_counts.found)
         self._evicted.set_total(machine.num_evicted_pages)

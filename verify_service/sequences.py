@@ -70,6 +70,26 @@ class PendingRound:
         return int(self.depths.max())
 
 
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """Trees that `round` may begin with, by what the round before it emits."""
+
+    round: int
+    trees: dict[tuple[int, ...], DraftTree]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTurn:
+    """What the last result said, and when: whether the round behind it was to have a tree.
+
+    `drafted`: whether any round of the sequence had one.
+    """
+
+    since: float
+    asked_tree: bool
+    drafted: bool
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class VerifySequence:
     """Mutable; only the machine and its parts touch it."""
@@ -102,6 +122,8 @@ class VerifySequence:
     in_flight: bool = False
     closed: bool = False  # while in flight: frees its pages when the step retires
     paused_since: float = 0.0  # when it last became idle
+    foreseen: Foreseen | None = None  # of the pending round
+    turn: RoundTurn | None = None  # since its last result; None: nothing to compare with
     orphaned_since: float | None = None  # when its stream went
 
     @property

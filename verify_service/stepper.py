@@ -6,18 +6,19 @@ Several steps may be planned before the first retires: a sequence is in at most 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from common.types import Int32Array
 from verify_service.budget import TreeBudget
+from verify_service.draft_gate import DraftGate
 from verify_service.events import Event, Preempted, RoundDone, RoundResult
 from verify_service.limits import VerifyLimits
 from verify_service.registry import Registry
 from verify_service.residency import Residency
 from verify_service.scheduling import share_nodes, share_prefill
-from verify_service.sequences import PendingRound, VerifySequence
+from verify_service.sequences import PendingRound, RoundTurn, VerifySequence
 from verify_service.step import SequenceOutcome, SequenceWork
 
 
@@ -52,7 +53,9 @@ class _Block:
 
 
 class Stepper:
-    """`budget` None: trees are cut to the rows of a step only."""
+    """`budget` None: trees are cut to the rows of a step only. `gate` None: trees are always asked
+    for.
+    """
 
     def __init__(
         self,
@@ -60,12 +63,15 @@ class Stepper:
         registry: Registry,
         residency: Residency,
         budget: TreeBudget | None = None,
+        gate: DraftGate | None = None,
     ) -> None:
         self._limits = limits
         self._registry = registry
         self._residency = residency
-        self._budget = budget
+        self._budget, self._gate = budget, gate
         self._launched: dict[int, _Launched] = {}  # by slot
+        self.num_foreseen = 0  # rounds that ended with trees for their outcomes at hand
+        self.num_begun = 0  # of those, the ones that went on with one
         self._retired_at: float | None = None  # when the last step ended
 
     @property
@@ -105,6 +111,8 @@ class Stepper:
         sequences, events = [], list[Event]()
         verified: list[tuple[PendingRound, Int32Array]] = []
         self._retired_at = now
+        # One advice for all of a step: sequences that go together go on together.
+        wants_tree = self._gate is None or self._gate.wants_tree
         for work, outcome in zip(works, outcomes, strict=True):
             launched = self._launched.pop(work.slot)
             sequence = launched.sequence
@@ -118,8 +126,13 @@ class Stepper:
             sequence.kv_len += outcome.num_committed
             if launched.round is not None:
                 verified.append((launched.round, outcome.accepted_nodes))
-                result = _result(launched, launched.round, outcome, step_seconds)
+                result = _result(launched, launched.round, outcome, step_seconds, wants_tree)
+                self._judge(sequence, result, now)
+                begun = self._foreseen_round(sequence, result, now)
+                if begun is not None:
+                    result = replace(result, next_begun=True)
                 events.append(self._finish_round(sequence, result, now))
+                sequence.pending = begun
             self._residency.settle(sequence)
         if self._budget is not None:
             self._budget.learn(verified)
@@ -196,6 +209,45 @@ class Stepper:
         self._launched[sequence.slot] = _Launched(sequence, work, block.round, now)
         return work
 
+    def _judge(self, sequence: VerifySequence, result: RoundResult, now: float) -> None:
+        """Tells the gate of the round."""
+        if self._gate is None:
+            return
+        had_tree = sequence.pending is not None and sequence.pending.tree.num_nodes > 1
+        turn, drafted = sequence.turn, had_tree
+        if turn is not None:
+            drafted = had_tree or turn.drafted
+            # A tree that was waited for in vain counts; a sequence that never has one does not.
+            if turn.asked_tree == had_tree or (turn.asked_tree and turn.drafted):
+                num_sequences = len(self._residency)
+                self._gate.note_round(
+                    turn.asked_tree, len(result.tokens), now - turn.since, num_sequences
+                )
+        sequence.turn = RoundTurn(now, result.wants_tree, drafted)
+
+    def _foreseen_round(
+        self, sequence: VerifySequence, result: RoundResult, now: float
+    ) -> PendingRound | None:
+        """The next round, where a tree is here for what this one emitted and it may begin.
+
+        Not past the sequence's end, nor beside commands that wait, nor for a stream that is gone;
+        and with it no more results may come to be unacknowledged than are kept.
+        """
+        foreseen, sequence.foreseen = sequence.foreseen, None
+        if foreseen is None or foreseen.round != result.round + 1:
+            return None
+        self.num_foreseen += 1
+        tree = foreseen.trees.get(result.tokens)
+        stopped = not sequence.sampling.ignore_eos and result.tokens[-1] in sequence.stop_tokens
+        room = sequence.max_total_tokens - sequence.committed_len - len(result.tokens)
+        waiting = bool(sequence.deferred) or sequence.orphaned_since is not None
+        full = len(sequence.results) + 1 >= self._limits.max_unacknowledged
+        if tree is None or stopped or room <= 0 or waiting or full:
+            return None
+        self.num_begun += 1
+        max_depth = min(room - 1, self._limits.max_tree_depth)
+        return PendingRound.of(foreseen.round, tree, max_depth, now)
+
     def _finish_round(self, sequence: VerifySequence, result: RoundResult, now: float) -> Event:
         sequence.tokens += result.tokens
         sequence.pending = None
@@ -244,7 +296,11 @@ def _work(block: _Block) -> SequenceWork:
 
 
 def _result(
-    launched: _Launched, round_: PendingRound, outcome: SequenceOutcome, step_seconds: float
+    launched: _Launched,
+    round_: PendingRound,
+    outcome: SequenceOutcome,
+    step_seconds: float,
+    wants_tree: bool,
 ) -> RoundResult:
     wants_logprobs = launched.work.sampling.logprobs
     return RoundResult(
@@ -258,6 +314,7 @@ def _result(
         num_nodes=round_.tree.num_nodes,
         step_seconds=step_seconds,
         queue_seconds=max(0.0, launched.at - round_.since),
+        wants_tree=wants_tree,
         num_cached_tokens=launched.sequence.num_found,
     )
 

@@ -62,6 +62,14 @@ class DraftTree(_message.Message):
     scores: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class ForeseenTree(_message.Message):
+    __slots__ = ("tokens", "tree")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    tree: DraftTree
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., tree: _Optional[_Union[DraftTree, _Mapping]] = ...) -> None: ...
+
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos")
     class LogitBiasEntry(_message.Message):

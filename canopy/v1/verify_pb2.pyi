@@ -12,7 +12,7 @@ class GetVerifyInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetVerifyInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "target", "features", "max_context_len", "max_tree_nodes", "max_sequences", "page_size_tokens", "num_pages", "step_times")
+    __slots__ = ("protocol_version", "target", "features", "max_context_len", "max_tree_nodes", "max_sequences", "page_size_tokens", "num_pages", "step_times", "draft_ahead")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class GetVerifyInfoResponse(_message.Message):
     PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_AHEAD_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     target: _types_pb2.TargetIdentity
     features: _types_pb2.FeatureSpec
@@ -31,7 +32,8 @@ class GetVerifyInfoResponse(_message.Message):
     page_size_tokens: int
     num_pages: int
     step_times: _containers.RepeatedCompositeFieldContainer[StepTime]
-    def __init__(self, protocol_version: _Optional[int] = ..., target: _Optional[_Union[_types_pb2.TargetIdentity, _Mapping]] = ..., features: _Optional[_Union[_types_pb2.FeatureSpec, _Mapping]] = ..., max_context_len: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., page_size_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ...) -> None: ...
+    draft_ahead: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., target: _Optional[_Union[_types_pb2.TargetIdentity, _Mapping]] = ..., features: _Optional[_Union[_types_pb2.FeatureSpec, _Mapping]] = ..., max_context_len: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., page_size_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draft_ahead: _Optional[bool] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("num_tokens", "num_kv_tokens", "num_sequences", "seconds")
@@ -52,7 +54,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[VerifyCommand, _Mapping]]] = ...) -> None: ...
 
 class VerifyCommand(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "acked_round", "open", "attach", "verify_tree", "rollback", "close", "replay_features")
+    __slots__ = ("sequence_id", "epoch", "acked_round", "open", "attach", "verify_tree", "rollback", "close", "replay_features", "foresee")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ACKED_ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +64,7 @@ class VerifyCommand(_message.Message):
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     REPLAY_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    FORESEE_FIELD_NUMBER: _ClassVar[int]
     sequence_id: bytes
     epoch: int
     acked_round: int
@@ -71,7 +74,8 @@ class VerifyCommand(_message.Message):
     rollback: VerifyRollback
     close: VerifyClose
     replay_features: VerifyReplayFeatures
-    def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., acked_round: _Optional[int] = ..., open: _Optional[_Union[VerifyOpen, _Mapping]] = ..., attach: _Optional[_Union[VerifyAttach, _Mapping]] = ..., verify_tree: _Optional[_Union[VerifyTree, _Mapping]] = ..., rollback: _Optional[_Union[VerifyRollback, _Mapping]] = ..., close: _Optional[_Union[VerifyClose, _Mapping]] = ..., replay_features: _Optional[_Union[VerifyReplayFeatures, _Mapping]] = ...) -> None: ...
+    foresee: VerifyForesee
+    def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., acked_round: _Optional[int] = ..., open: _Optional[_Union[VerifyOpen, _Mapping]] = ..., attach: _Optional[_Union[VerifyAttach, _Mapping]] = ..., verify_tree: _Optional[_Union[VerifyTree, _Mapping]] = ..., rollback: _Optional[_Union[VerifyRollback, _Mapping]] = ..., close: _Optional[_Union[VerifyClose, _Mapping]] = ..., replay_features: _Optional[_Union[VerifyReplayFeatures, _Mapping]] = ..., foresee: _Optional[_Union[VerifyForesee, _Mapping]] = ...) -> None: ...
 
 class VerifyOpen(_message.Message):
     __slots__ = ("tokens", "num_prompt_tokens", "sampling", "stop_token_ids", "max_total_tokens", "round", "wants_features", "choice_index", "logprobs", "top_logprobs", "cache_salt", "fork_of")
@@ -117,6 +121,14 @@ class VerifyTree(_message.Message):
     tree: _types_pb2.DraftTree
     def __init__(self, round: _Optional[int] = ..., kv_len: _Optional[int] = ..., tree: _Optional[_Union[_types_pb2.DraftTree, _Mapping]] = ...) -> None: ...
 
+class VerifyForesee(_message.Message):
+    __slots__ = ("round", "outcomes")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    outcomes: _containers.RepeatedCompositeFieldContainer[_types_pb2.ForeseenTree]
+    def __init__(self, round: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[_types_pb2.ForeseenTree, _Mapping]]] = ...) -> None: ...
+
 class VerifyRollback(_message.Message):
     __slots__ = ("committed_len", "round")
     COMMITTED_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -160,7 +172,7 @@ class VerifyEvent(_message.Message):
     def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.SequenceState, _Mapping]] = ..., result: _Optional[_Union[VerifyResult, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.SequenceError, _Mapping]] = ..., preempted: _Optional[_Union[VerifyPreempted, _Mapping]] = ..., closed: _Optional[_Union[VerifyClosed, _Mapping]] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
-    __slots__ = ("round", "kv_len", "tokens", "pick_margins", "num_nodes", "accepted_nodes", "logprobs", "step_seconds", "queue_seconds", "top_logprobs", "num_cached_tokens")
+    __slots__ = ("round", "kv_len", "tokens", "pick_margins", "num_nodes", "accepted_nodes", "logprobs", "step_seconds", "queue_seconds", "top_logprobs", "wants_tree", "next_begun", "num_cached_tokens")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +183,8 @@ class VerifyResult(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_TREE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_BEGUN_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     round: int
     kv_len: int
@@ -182,8 +196,10 @@ class VerifyResult(_message.Message):
     step_seconds: float
     queue_seconds: float
     top_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
+    wants_tree: bool
+    next_begun: bool
     num_cached_tokens: int
-    def __init__(self, round: _Optional[int] = ..., kv_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., pick_margins: _Optional[_Iterable[float]] = ..., num_nodes: _Optional[int] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., kv_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., pick_margins: _Optional[_Iterable[float]] = ..., num_nodes: _Optional[int] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., wants_tree: _Optional[bool] = ..., next_begun: _Optional[bool] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class VerifyPreempted(_message.Message):
     __slots__ = ()

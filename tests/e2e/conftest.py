@@ -29,9 +29,17 @@ def head(model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def stack(model: Path, head: Path) -> Iterator[Stack]:
-    """Generations wait out a verify that is killed and started anew: test_chaos does that."""
-    router = ("--verify-lost-seconds", "240")
-    settings = StackSettings(model=model, head=head, flags={"router": router}, show_logs=False)
+    """Generations wait out a verify that is killed and started anew: test_chaos does that.
+
+    Every round has a tree, whether it pays here or not, and some are grown ahead of their result:
+    so all that is promised of tokens is tested with both.
+    """
+    flags = {
+        "router": ("--verify-lost-seconds", "240"),
+        "verify": ("--tree-budget", "full"),
+        "draft": ("--draft-ahead", "2"),
+    }
+    settings = StackSettings(model=model, head=head, flags=flags, show_logs=False)
     with Stack(settings) as running:
         yield running
 

@@ -86,16 +86,20 @@ class ReferenceHead:
 
 
 def reference_tree(
-    head: ReferenceHead, tokens: list[int], features: Any, depth: int, top_k: int, num_nodes: int
-) -> list[tuple[int, int, float]]:
+    head: ReferenceHead, tokens: list[int], features: Any, depth: int, top_k: int, num_nodes: int,
+    guessed: tuple[int, ...] = (),
+) -> list[tuple[int, int, float]]:  # fmt: skip
     """(token, parent node, score) per node, root first, for committed `tokens` and the features
-    [len(tokens) - 1, F] of all but the last.
+    [len(tokens) - 1, F] of all but the last; `guessed`: tokens behind those, read on own states.
     """
     rows: list[Any] = []
     out: Any = None
     for t in range(len(tokens) - 1):
         fused = np.asarray(features[t], np.float64) @ head.weight("fuse", "fc", "kernel")
         out, row = head.pair(tokens[t + 1], fused, t, rows)
+        rows.append(row)
+    for token in guessed:
+        out, row = head.pair(token, out, len(rows), rows)
         rows.append(row)
     pool = [Node(token, -1, logp, 1) for token, logp in head.best(out, top_k)]
     frontier = list(range(len(pool)))
@@ -107,7 +111,7 @@ def reference_tree(
                 above.append(pool[up].rows)
                 up = pool[up].parent
             state = out if node.parent < 0 else pool[node.parent].state
-            position = len(tokens) - 1 + node.depth - 1
+            position = len(tokens) + len(guessed) - 1 + node.depth - 1
             node.state, node.rows = head.pair(node.token, state, position, rows + above[::-1])
             for token, logp in head.best(node.state, top_k):
                 children.append(len(pool))
@@ -115,5 +119,5 @@ def reference_tree(
         frontier = sorted(children, key=lambda i: -pool[i].score)[:top_k]
     chosen = sorted(range(len(pool)), key=lambda i: -pool[i].score)[: num_nodes - 1]
     place = {-1: 0, **{i: n + 1 for n, i in enumerate(chosen)}}
-    nodes = [(tokens[-1], -1, 0.0)]
+    nodes = [([*tokens, *guessed][-1], -1, 0.0)]
     return nodes + [(pool[i].token, place[pool[i].parent], pool[i].score) for i in chosen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,38 @@ def test_tree_equals_the_reference(shape: TreeShape) -> None:
         )  # fmt: skip
         assert_same_tree(tree, nodes)
         tree.validate(VOCAB, shape.max_nodes)
+
+
+@pytest.mark.parametrize("guessed", [(3,), (3, 1, 4, 1), (2, 7, 1, 8, 2, 8)])
+@pytest.mark.parametrize("top_k", [2, 8])
+def test_tree_below_guessed_tokens_equals_the_reference(
+    guessed: tuple[int, ...], top_k: int
+) -> None:
+    shape = TreeShape(max_depth=5, top_k=top_k, max_nodes=14)
+    head, params = tiny_head(5)
+    engine = tiny_engine(head, params, tree=shape, max_guessed=6)
+    tokens, features = random_history(2, 6)
+    bare = grow(engine, tokens, features, [3], PAGES)  # and again, with what is in pages kept
+    last = work(tokens, features, 4, 5, PAGES, True)
+    other = replace(last, guessed=np.array([9], np.int32))
+    ahead = engine.run([other, replace(last, guessed=np.array(guessed, np.int32))])
+    nodes = reference_tree(
+        *(reference_of(head, params), tokens, features, 5, top_k, 14), guessed=guessed
+    )
+    assert ahead[1].tree is not None
+    assert_same_tree(ahead[1].tree, nodes)
+    assert ahead[0].tree is not None
+    assert ahead[0].tree.tokens[0] == 9
+    assert_equal_trees(engine.run([last])[0].tree, bare)  # type: ignore[arg-type]
+
+
+def test_more_guessed_tokens_than_compiled_for_are_refused() -> None:
+    head, params = tiny_head(5)
+    engine = tiny_engine(head, params, max_guessed=2)
+    tokens, features = random_history(2, 6)
+    long = replace(work(tokens, features, 0, 3, PAGES, True), guessed=np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match="guessed: 3 tokens; at most 2"):
+        engine.run([long])
 
 
 def test_every_prefix_is_a_tree_and_scores_fall(tiny: Any) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from verify_toy import ToyEngine, continuation
+from verify_toy import VOCAB, ToyEngine, continuation
 
 from common.types import DraftTree, ErrorCode, SamplingParams, SequenceState
 from verify_service import commands as c
 from verify_service import events as e
 from verify_service.budget import TreeBudget
+from verify_service.draft_gate import DraftGate
 from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
 from verify_service.step import StepPoint
@@ -564,6 +565,30 @@ def test_budget_cuts_what_does_not_pay_and_changes_no_token() -> None:
         done = result(bench.land(plan))
         assert plan.num_offered == 3
         assert (done.num_nodes, list(done.tokens)) == (1, [REFERENCE[kv_len - 4]])
+
+
+def test_results_say_whether_trees_pay_by_the_time_between_them() -> None:
+    """Rounds with a tree take four seconds and give one token, roots alone one."""
+    bench = Bench(max_context_len=400, num_pages=100)
+    bench.machine = VerifyMachine(bench.limits, gate=DraftGate())
+    bench.machine.connect(1)
+    bench.open(max_total_tokens=300)
+    bench.steps()
+    truth, advice, wants_tree = continuation(PROMPT, 300), [], True
+    for round_ in range(1, 80):
+        here = round_ - 1
+        wrong = (truth[here + 1] + 1) % VOCAB
+        draft = tree(truth[here], (wrong, 0)) if wants_tree else tree(truth[here])
+        bench.now += 4.0 if wants_tree else 1.0
+        bench.do(verify(round_, 5 + here, draft, acked=round_ - 1))
+        (done,) = [x.result for x in bench.steps() if isinstance(x, e.RoundDone)]
+        assert list(done.tokens) == [truth[here + 1]]
+        wants_tree = done.wants_tree
+        advice.append(wants_tree)
+    assert advice[0]
+    assert not any(advice[-40:])
+    assert bench.machine.wants_trees is False
+    assert bench.machine.num_draft_probes == 1
 
 
 def test_budget_learns_by_a_probe_that_trees_pay() -> None:

@@ -40,6 +40,7 @@ from router.actions import (
 from router.drafting import FeatureRoute
 from router.machine import GenerationMachine
 from verify_service import codec as verify_codec
+from verify_service.draft_gate import DraftGate
 from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
 
@@ -52,7 +53,7 @@ DRAFT_LIMITS = DraftLimits(
     vocab_size=VOCAB, feature_size=2, max_context_len=24,
     tree=TreeShape(max_depth=3, top_k=2, max_nodes=6), max_sequences=4,
     page_size=DRAFT_PAGE_SIZE, num_pages=9, max_step_sequences=2, max_draft_rows=3,
-    max_extend_rows=8, recent_rows=4, grace_seconds=30.0,
+    max_extend_rows=8, max_outcomes=2, recent_rows=4, grace_seconds=30.0,
 )  # fmt: skip
 
 
@@ -77,16 +78,36 @@ class DraftEngine(DraftPages):
             assert after[2] == before[0], "a feature of another token"
         assert pairs[0] is not None
         known = [int(pairs[0][2]), *(pair[0] for pair in pairs if pair is not None)]
+        known += work.guessed.tolist()
         whole = pairs[0][1] == 0
-        nodes, path = [known[-1]], list(known)
-        for depth in range(1, 4):
+        nodes, path, rest = [known[-1]], list(known), list[tuple[int, int]]()
+        for depth in range(1, 5):
             right = next_token(path) if whole else 0
-            token = right if (len(known) + depth) % 3 else (right + 1) % VOCAB
+            wrong = (right + 1) % VOCAB
+            token, other = (right, wrong) if (len(known) + depth) % 3 else (wrong, right)
+            rest.append((other, depth - 1))  # what is grown and not sent: outcomes
             nodes.append(token)
             path.append(token)
-        parents = np.arange(-1, len(nodes) - 1, dtype=np.int32)
+        deepest = (nodes.pop(), len(nodes) - 1)  # beyond the depth that is sent
+        parents = [*range(-1, len(nodes) - 1), *(parent for _, parent in (deepest, *rest))]
+        nodes += [token for token, _ in (deepest, *rest)]
         scores = -np.arange(len(nodes), dtype=np.float32)
-        return SequenceOutcome(tree=DraftTree(np.array(nodes, np.int32), parents, scores))
+        tree = DraftTree(np.array(nodes, np.int32), np.array(parents, np.int32), scores)
+        return SequenceOutcome(tree=tree)
+
+
+class FickleGate(DraftGate):
+    """Asks for trees in rounds 0 to 5 of every 8: both ways, and the way from one to the other."""
+
+    num_rounds = 0
+
+    @property
+    def wants_tree(self) -> bool:
+        return self.num_rounds % 8 < 6
+
+    def note_round(self, had_tree: bool, tokens: int, seconds: float, num_sequences: int) -> None:
+        super().note_round(had_tree, tokens, seconds, num_sequences)
+        self.num_rounds += 1
 
 
 @dataclass
@@ -119,7 +140,7 @@ class Replica:
     def crash(self) -> None:
         """The process is started anew and knows nothing."""
         if self.kind == "verify":
-            self.machine = VerifyMachine(VERIFY_LIMITS)
+            self.machine = VerifyMachine(VERIFY_LIMITS, gate=FickleGate())
             self.engine = VerifyEngine(VERIFY_LIMITS.num_pages, VERIFY_LIMITS.page_size)
         else:
             self.machine = DraftMachine(DRAFT_LIMITS)

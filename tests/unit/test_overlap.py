@@ -50,7 +50,7 @@ def test_outcomes_end_where_the_target_can_stop() -> None:
 
 
 def test_synchronous_step_takes_verify_draft_and_network() -> None:
-    tally = SyncRun(SCENARIO, budget=True).run()
+    tally = SyncRun(SCENARIO, budget=False).run()
     assert tally.step_over_verify(50) == pytest.approx((12 + 3 * 1 + 4) / 12)
     assert tally.hidden == pytest.approx(0.0, abs=1e-9)
     assert 1 < tally.tokens / tally.rounds <= 4
@@ -68,7 +68,7 @@ def test_draft_ahead_hides_what_fits_and_waits_for_what_does_not() -> None:
 def test_waiting_without_outcomes_is_the_synchronous_path() -> None:
     few = replace(SCENARIO, num_steps=400)
     waiting = AheadRun(few, AheadPlan(0, 0, waits=True)).run()
-    assert waiting.rate == pytest.approx(SyncRun(few, budget=True).run().rate, rel=0.02)
+    assert waiting.rate == pytest.approx(SyncRun(few, budget=True).run().rate, rel=0.04)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -79,8 +79,45 @@ def test_draft_ahead_never_loses_to_plain_decoding(name: str) -> None:
         assert run_ahead(scenario)[0].rate >= 0.98 * root_only
 
 
+@pytest.mark.parametrize(
+    ("costs", "batch", "rtt"),
+    [
+        (plain(12, 1, 240), 1, 0.0),
+        (plain(12, 1, 240), 4, 20e-3),
+        (plain(12, 1, 240), 16, 10e-3),
+        (PRESETS["8b-v5e"], 16, 5e-3),
+        (PRESETS["8b-v5e-int8"], 1, 10e-3),
+    ],
+)
+def test_synchronous_speculation_never_loses_to_plain_decoding(
+    costs: Costs, batch: int, rtt: float
+) -> None:
+    scenario = replace(
+        SCENARIO, costs=costs, batch=batch, rtt=rtt, depth=6, max_nodes=40,
+        num_steps=max(320, 1600 // batch),
+    )  # fmt: skip
+    root_only = batch / costs.verify_seconds(batch, batch)
+    assert SyncRun(scenario, budget=True).run().rate >= 0.98 * root_only
+
+
 def test_last_line_is_json_and_says_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert overlap.main(["--rtt-ms", "0", "--batch", "2", "--rounds", "80", "--depth", "2"]) == 0
+    assert (
+        overlap.main(
+            [
+                "--rtt-ms",
+                "0",
+                "--batch",
+                "2",
+                "--rounds",
+                "80",
+                "--least-steps",
+                "60",
+                "--depth",
+                "2",
+            ]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["simulated"] is True
     assert result["cells"][0]["ahead"]["over_root_only"] >= 0.98

@@ -1,0 +1,132 @@
+"""Whether a round should wait for a tree, by what rounds with and without one have given.
+
+    rate = tokens / seconds from a sequence's last result to this one, over all sequences
+
+Two such rates are kept, of rounds that had a tree and of rounds that were roots alone, and the
+better way is asked for with every result (`wants_tree`). The budget decides how much of a tree a
+step verifies; here is decided whether to draft at all, with everything that waiting costs: the
+draft, its queue, the network, the longer step. Nothing is modelled, only measured.
+
+A rate says little about another load, so they are kept per doubling of the sequences on the
+device; a load not met before begins with what its neighbour knows, which new rounds soon outweigh.
+
+The way that is not used is not learnt of. So PROBE_SHARE of all seconds is put aside, and when that
+pays for what a try is expected to lose, all sequences take the other way for a few rounds. This
+bounds what probing costs, and it is the way back when the text, the draft or the load has changed.
+
+Deterministic, without a clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+PROBE_SHARE = 0.005
+LEAST_PROBE_ROUNDS = 8
+PROBE_ROUNDS_PER_SEQUENCE = 2
+LEAST_LOSS = 0.1  # of a probe, as a share of its seconds: changing over costs something by itself
+MEMORY_ROUNDS = 64.0  # at least; four of each sequence
+INHERITED_ROUNDS = 2.0  # what a neighbour's rates weigh at a new load
+MOST_OF_MEAN = 4.0  # a round longer than so many mean ones was not waiting for us alone
+
+
+class Way(enum.Enum):
+    TREE = enum.auto()
+    ROOT = enum.auto()
+
+    @property
+    def other(self) -> Way:
+        return Way.ROOT if self is Way.TREE else Way.TREE
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Sums that forget: `rounds` never exceeds the memory."""
+
+    rounds: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def add(self, tokens: int, seconds: float, memory: float) -> None:
+        if self.rounds >= 1.0:
+            seconds = min(seconds, MOST_OF_MEAN * self.seconds / self.rounds)
+        keep = min(1.0, (memory - 1.0) / max(self.rounds, 1e-9))
+        self.rounds = self.rounds * keep + 1.0
+        self.tokens = self.tokens * keep + tokens
+        self.seconds = self.seconds * keep + seconds
+
+    def inherited(self) -> _Rate:
+        share = min(1.0, INHERITED_ROUNDS / max(self.rounds, 1e-9))
+        return _Rate(self.rounds * share, self.tokens * share, self.seconds * share)
+
+
+@dataclass(slots=True)
+class _Load:
+    rates: dict[Way, _Rate]
+    saved_seconds: float = 0.0  # sequence-seconds, for the next probe
+
+
+class DraftGate:
+    """Begins with trees, then tries roots."""
+
+    def __init__(self) -> None:
+        self._way = Way.TREE
+        self._probe_left = 0  # rounds of the probe under way
+        self._loads: dict[int, _Load] = {}
+        self.num_probes = 0
+
+    @property
+    def wants_tree(self) -> bool:
+        return self._way is Way.TREE
+
+    def note_round(self, had_tree: bool, tokens: int, seconds: float, num_sequences: int) -> None:
+        """A round that took the way it was asked to.
+
+        `seconds`: since the sequence's result before. `num_sequences`: on the device.
+        """
+        load = self._load(num_sequences)
+        way = Way.TREE if had_tree else Way.ROOT
+        memory = max(MEMORY_ROUNDS, 4.0 * num_sequences)
+        load.rates[way].add(tokens, seconds, memory)
+        load.saved_seconds += PROBE_SHARE * seconds
+        if way is self._way:
+            self._choose(load, num_sequences)
+
+    def _choose(self, load: _Load, num_sequences: int) -> None:
+        probe = max(LEAST_PROBE_ROUNDS, PROBE_ROUNDS_PER_SEQUENCE * num_sequences)
+        here, there = load.rates[self._way], load.rates[self._way.other]
+        if self._probe_left > 0:
+            self._probe_left -= 1
+            if self._probe_left:
+                return
+        if not there.rounds:
+            if here.rounds >= probe:
+                self._begin_probe(probe)
+        elif there.value > here.value:
+            self._way, load.saved_seconds = self._way.other, 0.0
+        elif load.saved_seconds >= self._loss(here, there, probe):
+            load.saved_seconds = 0.0
+            self._begin_probe(probe)
+
+    def _begin_probe(self, num_rounds: int) -> None:
+        self._way, self._probe_left = self._way.other, num_rounds
+        self.num_probes += 1
+
+    @staticmethod
+    def _loss(here: _Rate, there: _Rate, num_rounds: int) -> float:
+        """Sequence-seconds that `num_rounds` the other way are expected to lose."""
+        share = max(LEAST_LOSS, 1.0 - there.value / max(here.value, 1e-9))
+        return num_rounds * (there.seconds / there.rounds) * share
+
+    def _load(self, num_sequences: int) -> _Load:
+        key = num_sequences.bit_length()
+        if key not in self._loads:
+            nearest = min(self._loads, key=lambda known: abs(known - key), default=None)
+            rates = self._loads[nearest].rates if nearest is not None else {}
+            self._loads[key] = _Load({way: rates.get(way, _Rate()).inherited() for way in Way})
+        return self._loads[key]
