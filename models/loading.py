@@ -2,7 +2,8 @@
 
 A tensor is read in blocks of rows; each block is turned, cast and cut straight into the buffers of
 the chips that hold a part of it. Host memory at its peak: those buffers, which together are one
-tensor as it is kept, and one block; a tensor that lies on several chips is read once. Of stacked
+tensor as it is kept, and one block; a tensor that lies on several chips is read once. A host of
+several reads the rows that its own chips hold; where a split runs across rows, all. Of stacked
 experts "one tensor" is the stack of one layer.
 """
 
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from models.checkpoint import Checkpoint, HostArray, TensorEntry
 from models.config import TargetConfig
 from models.families import family_named
-from models.sharding import Split, global_shape, parameter_spec, share_of, split_axis
+from models.sharding import Share, Split, global_shape, parameter_spec, share_of, split_axis
 
 MAX_BLOCK_BYTES = 64 << 20
 
@@ -151,8 +152,9 @@ def _filled(
     """(shard, its part) of each of `shards`, after one reading of the tensors."""
     buffers = {shard: np.zeros(leaf.shape, config.dtype) for shard in shards}
     shares = {shard: share_of(config, leaf.path, leaf.shape, shard) for shard in shards}
+    start, stop = _rows_of(leaf, list(shares.values()))
     for expert, entry in enumerate(entries):
-        for first, rows in entry.read_blocks(MAX_BLOCK_BYTES):
+        for first, rows in entry.read_blocks(MAX_BLOCK_BYTES, start, stop):
             block = rows.T if leaf.turned else rows
             corner = [0] * block.ndim
             corner[-1 if leaf.turned else 0] = first
@@ -164,6 +166,17 @@ def _filled(
                 _copy_common(buffer[expert] if leaf.is_stack else buffer, offset, block, corner)
             del rows, block
     yield from ((shard, buffers.pop(shard)) for shard in shards)
+
+
+def _rows_of(leaf: _Leaf, shares: list[Share | None]) -> tuple[int, int | None]:
+    """The stored rows [start, stop) that hold any of the shares; all of them, where the split runs
+    the other way and each row has a part of every chip's.
+    """
+    row_axis = _rank(leaf) - 1 if leaf.turned else 0
+    held = [share for share in shares if share is not None]
+    if len(held) < len(shares) or any(s.axis - leaf.is_stack != row_axis for s in held):
+        return 0, None
+    return min(s.start for s in held), max(s.start + s.length for s in held)
 
 
 def _rank(leaf: _Leaf) -> int:
