@@ -46,6 +46,7 @@ from verify_service.stepper import Plan, Stepper
 
 MAX_DEFERRED = 16
 """Commands of one sequence that may wait behind a running step."""
+NO_PICK = "the logits give no pick: not a number, infinite, or every token excluded"
 
 
 class VerifyMachine:
@@ -344,18 +345,29 @@ class VerifyMachine:
         now: float,
         step_seconds: float = 0.0,
     ) -> list[Event]:
-        """Commits a finished step, then performs what waited behind it."""
-        sequences, events = self._stepper.retire(works, outcomes, now, step_seconds)
+        """Commits a finished step, then performs what waited behind it.
+
+        A sequence whose logits gave no pick is lost, and said to be; its neighbours go on.
+        """
+        steps = list(zip(works, outcomes, strict=True))
+        good = [(work, found) for work, found in steps if found.tokens.size or not work.samples]
+        sequences, events = self._stepper.retire(
+            [work for work, _ in good], [found for _, found in good], now, step_seconds
+        )
         for sequence in sequences:
             if not sequence.closed:
                 self._offer_features(sequence)
             self._perform_deferred(sequence, now, events)
-        return events
+        unpicked = [work for work, found in steps if work.samples and not found.tokens.size]
+        return events + self._lose(unpicked, NO_PICK, now)
 
     def fail(self, works: Sequence[SequenceWork], message: str, now: float) -> list[Event]:
         """After a step that failed: its sequences are gone, and said to be."""
-        events: list[Event] = []
         self._residency.forget_cached()  # what the device holds is not sure any more
+        return self._lose(works, message, now)
+
+    def _lose(self, works: Sequence[SequenceWork], message: str, now: float) -> list[Event]:
+        events: list[Event] = []
         for sequence in self._stepper.abandon(works):
             if not sequence.closed:
                 events.append(

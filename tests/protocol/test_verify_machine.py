@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -515,6 +516,29 @@ def test_failed_step_is_told_and_frees_everything() -> None:
     ]
     assert bench.machine.num_sequences == 0
     assert bench.machine.page_counts.available == 32
+
+
+def test_sequence_without_a_pick_is_lost_alone() -> None:
+    """NaN logits: the device emits nothing for it and commits nothing."""
+    bench = Bench()
+    bench.open()
+    bench.open(B)
+    plan = bench.launch()
+    first, second = bench.engine.run(plan.works)
+    nothing = np.zeros(0, np.int32)
+    broken = replace(
+        first, tokens=nothing, margins=np.zeros(0, np.float32), accepted_nodes=nothing,
+        num_committed=0, features=None,
+    )  # fmt: skip
+    events = bench.machine.retire(plan.works, [broken, second], 0.0, 0.01)
+    bench.machine.check_balance()
+    (lost,) = [event for event in events if isinstance(event, e.Failed)]
+    assert (lost.sequence_id, lost.code) == (A, ErrorCode.INTERNAL)
+    assert "no pick: not a number" in lost.message
+    assert result(events).tokens == tuple(REFERENCE[:1])
+    assert bench.machine.num_sequences == 1
+    bench.open()  # and may come again
+    assert result([x for x in bench.steps() if x.sequence_id == A]).tokens == (REFERENCE[0],)
 
 
 def test_sequence_in_a_launched_step_is_never_put_out() -> None:
