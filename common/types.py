@@ -141,9 +141,7 @@ class SamplingParams:
             if not (-2.0 <= value <= 2.0):
                 raise ValueError(f"{name}: {value} is outside [-2, 2]")
         if not (0.01 <= self.repetition_penalty <= 10.0):  # logits stay far from overflow
-            raise ValueError(
-                f"repetition_penalty: {self.repetition_penalty} is outside [0.01, 10]"
-            )
+            raise ValueError(f"repetition_penalty: {self.repetition_penalty} is outside [0.01, 10]")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise ValueError(
                 f"logit_bias: {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIASES}"
