@@ -1,7 +1,7 @@
 """Between wire messages and the machine's commands and events: the only code here that knows both.
 
-`Open.sampling` is not read: a drafter's guesses are right or wrong by the target's pick, whatever
-the sampling.
+Of `Open.sampling` temperature and seed are read, for the target's noise: guesses are right or wrong
+by the target's pick, whatever the rest.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from canopy.v1 import draft_pb2, types_pb2
+from common.noise_key import seed_of_choice
 from common.sequence_codec import (
     decode_commands,
     encode_error,
@@ -78,7 +79,7 @@ def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
     head = head_of(message)
     match message.WhichOneof("command"):
         case "open":
-            opened = message.open
+            opened, sampling = message.open, message.open.sampling
             return Open(
                 **head,
                 tokens=tuple(opened.tokens),
@@ -86,6 +87,8 @@ def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
                 features_from=opened.features_from,
                 cache_salt=opened.cache_salt,
                 tree=_shape(opened.tree, shape) if opened.HasField("tree") else None,
+                temperature=sampling.temperature if sampling.HasField("seed") else 0.0,
+                seed=seed_of_choice(sampling.seed, opened.choice_index),
             )
         case "attach":
             return Attach(**head)

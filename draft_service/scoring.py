@@ -36,6 +36,16 @@ def score(config: HeadConfig, params: Params, out: jax.Array) -> jax.Array:
     return jnp.where(own < config.draft_vocab_size, logits, -jnp.inf)
 
 
+def own_targets(config: HeadConfig, params: Params) -> jax.Array:
+    """int32 [K], the target's ids of the tokens that `score` scores; where it gives -inf, any."""
+    whole: jax.Array = params["draft_to_target"]
+    if config.axis is None:
+        return whole
+    size = config.local_draft_vocab_size
+    own = lax.axis_index(config.axis) * size + jnp.arange(size, dtype=jnp.int32)
+    return jnp.take(whole, own, axis=0, mode="clip")
+
+
 def best_tokens(
     config: HeadConfig, params: Params, logits: jax.Array, top_k: int
 ) -> tuple[jax.Array, jax.Array]:

@@ -9,6 +9,7 @@ import numpy as np
 from canopy.v1 import types_pb2, verify_pb2
 from common.noise_key import seed_of_choice
 from common.sequence_codec import (
+    SEQUENCE_ID_BYTES,
     Head,
     decode_commands,
     encode_error,
@@ -120,6 +121,9 @@ def _command(message: verify_pb2.VerifyCommand) -> Command:
 
 
 def _open(head: Head, body: verify_pb2.VerifyOpen) -> Open:
+    if body.fork_of and len(body.fork_of) != SEQUENCE_ID_BYTES:
+        message = f"fork_of: {len(body.fork_of)} bytes; must be {SEQUENCE_ID_BYTES}, or empty"
+        raise invalid(message, body.round)
     return Open(
         **head,
         tokens=tuple(body.tokens),
@@ -130,6 +134,7 @@ def _open(head: Head, body: verify_pb2.VerifyOpen) -> Open:
         round=body.round,
         wants_features=body.wants_features,
         cache_salt=body.cache_salt,
+        fork_of=body.fork_of,
     )
 
 
@@ -152,6 +157,7 @@ def _sampling(body: verify_pb2.VerifyOpen) -> SamplingParams:
         min_tokens=params.min_tokens,
         logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
+        prompt_logprobs=body.prompt_logprobs if body.HasField("prompt_logprobs") else None,
     )
     if not sampling.is_greedy and not params.HasField("seed"):
         raise invalid(
@@ -201,6 +207,8 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
                     wants_tree=result.wants_tree,
                     next_begun=result.next_begun,
                     num_cached_tokens=result.num_cached_tokens,
+                    prompt_logprobs=result.prompt_logprobs,
+                    prompt_top_logprobs=[_top(place) for place in result.prompt_top_logprobs],
                 )
             )
         case Failed():
