@@ -32,6 +32,7 @@ from common.group.wire import (
 )
 from common.log import get_logger
 
+_SILENT = f"it has been silent for {SILENCE_SECONDS:.0f} s"
 _logger = get_logger("group")
 
 
@@ -54,6 +55,7 @@ class _Member:
     def __init__(self, host_id: int, connection: socket.socket, stream: BufferedReader) -> None:
         self.host_id, self.connection, self.stream = host_id, connection, stream
         self.facts: Mapping[str, Any] | None = None  # once it is ready
+        self.heard = time.monotonic()  # when it last said anything
         self.gone = threading.Event()
         self._lock = threading.Lock()
 
@@ -121,6 +123,7 @@ class Leader:
         self._whole = True
         self._to_all(frame(Kind.WELCOME))
         for member in self._members.values():
+            member.heard = time.monotonic()
             member.connection.settimeout(SILENCE_SECONDS)
         self._run(self._ping)
 
@@ -225,6 +228,7 @@ class Leader:
         try:
             while True:
                 kind, body = read_frame(member.stream)
+                member.heard = time.monotonic()
                 if kind is Kind.READY:
                     with self._changed:
                         member.facts = read_json(body)
@@ -238,7 +242,7 @@ class Leader:
                 elif kind is not Kind.PONG:
                     break
         except TimeoutError:
-            reason = f"it has been silent for {SILENCE_SECONDS:.0f} s"
+            reason = _SILENT
         except (OSError, EOFError, WireError) as error:
             reason = str(error)
         return reason
@@ -251,6 +255,8 @@ class Leader:
                     member.send(frame(Kind.PING))
                 except OSError as error:
                     self._lose(member, str(error))
+                if time.monotonic() - member.heard > SILENCE_SECONDS:
+                    self._lose(member, _SILENT)
             time.sleep(PING_SECONDS)
 
     def _lose(self, member: _Member, reason: str) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 from draft_tiny import work
-from tiny_target import VOCAB_SIZE, write_tiny_target
 
+from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
 from common.types import DraftTree, TreeShape
 from draft_service.engine import DeviceEngine, EngineConfig
 from models.eagle3 import load_head
@@ -46,6 +47,7 @@ def trees(engine: DeviceEngine, width: int) -> list[DraftTree]:
         features = random.normal(0.0, 1.0, (14, width)).astype(np.float32)
         engine.run([work(tokens, features, 0, 9, [3, 1, 4, 9], False)])
         other = work(tokens[::-1], features[::-1].copy(), 0, 4, [5, 2], True)
+        other = replace(other, temperature=0.8, seed=7)  # ordered with the target's noise
         outcomes = engine.run([work(tokens, features, 9, 12, [3, 1, 4, 9], True), other])
         grown += [outcome.tree for outcome in outcomes if outcome.tree is not None]
     return grown

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from engine_driver import Generated, first_difference, generate, guessing
 from model_files import load_golden, write_model
-from tiny_target import VOCAB_SIZE, write_tiny_target
 
+from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
 from common.types import SamplingParams
 from models.sharding import model_mesh
 from models.target import load_target

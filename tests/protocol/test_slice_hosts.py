@@ -15,9 +15,9 @@ import pytest
 from engine_driver import Generated, generate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hosts import Pair
-from tiny_target import VOCAB_SIZE, write_tiny_target
 from verify_client import Generation, Guess, VerifyClient
 
+from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
 from canopy.v1 import types_pb2
 from common.types import SamplingParams
 from models.target import load_target
