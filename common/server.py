@@ -114,12 +114,14 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Options of every channel of ours: same limits, dead peers noticed within ~15 s."""
+def channel_options(max_message_bytes: int, silence_seconds: float = 15.0) -> list[tuple[str, int]]:
+    """Options of every channel of ours: same limits; a peer that answers no ping for
+    `silence_seconds` is lost.
+    """
     return [
         *message_options(max_message_bytes),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_time_ms", round(silence_seconds * 2000 / 3)),
+        ("grpc.keepalive_timeout_ms", round(silence_seconds * 1000 / 3)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.use_local_subchannel_pool", 1),
@@ -185,6 +187,8 @@ class _Life:
 
     async def run(self) -> int:
         self._listen_to_signals()
+        loop = asyncio.get_running_loop()
+        self._metrics.add_event_loop(lambda: len(asyncio.all_tasks(loop)))
         check_port(self._config.host, self._config.port)
         interceptors = self._interceptors()
         metrics_server, metrics_address = self._open_metrics()

@@ -98,6 +98,7 @@ def encode_draft(command: DraftCommand) -> draft_pb2.DraftCommand:
             message.open.max_total_tokens = command.max_total_tokens
             message.open.features_from = command.features_from
             message.open.cache_salt = command.cache_salt
+            message.open.choice_index = command.choice_index
         case DraftAttach():
             message.attach.SetInParent()
         case Rollback():

@@ -86,6 +86,7 @@ class DraftOpen(_Command):
     max_total_tokens: int
     features_from: int
     cache_salt: bytes = b""
+    choice_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

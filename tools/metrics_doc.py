@@ -26,6 +26,7 @@ def service_metrics(service: str) -> Metrics:
     metrics = Metrics(service)
     metrics.add_process_metrics("0")
     metrics.add_certificate(None)
+    metrics.add_event_loop(lambda: 0)
     Health((), metrics)
     if service == "router":
         RouterMetrics(metrics)

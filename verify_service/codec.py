@@ -160,6 +160,9 @@ def _command(message: verify_pb2.VerifyCommand) -> Command:
 
 
 def _open(base: _Base, body: verify_pb2.VerifyOpen) -> Open:
+    if body.fork_of and len(body.fork_of) != SEQUENCE_ID_BYTES:
+        message = f"fork_of: {len(body.fork_of)} bytes; must be {SEQUENCE_ID_BYTES}, or empty"
+        raise _invalid(message, body.round)
     return Open(
         **base,
         tokens=tuple(body.tokens),
@@ -170,6 +173,7 @@ def _open(base: _Base, body: verify_pb2.VerifyOpen) -> Open:
         round=body.round,
         wants_features=body.wants_features,
         cache_salt=body.cache_salt,
+        fork_of=body.fork_of,
     )
 
 

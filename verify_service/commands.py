@@ -26,7 +26,8 @@ class Open(_Addressed):
 
     `tokens`: prompt and what was emitted before, at least one. `round`: the round that rides on the
     prefill's last chunk. `stop_tokens`: where the walk stops. `max_total_tokens`: never more than
-    these. `cache_salt`: pages are shared among sequences with the same.
+    these. `cache_salt`: pages are shared among sequences with the same. `fork_of`: the first choice
+    of the same request, whose rows of tokens that both begin with are taken over.
     """
 
     tokens: tuple[int, ...]
@@ -37,6 +38,7 @@ class Open(_Addressed):
     round: int = 0
     wants_features: bool = False
     cache_salt: bytes = b""
+    fork_of: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,6 +109,8 @@ class VerifySequence:
     history: TokenHistory
     page_keys: PageKeys
 
+    fork_of: bytes = b""  # until it was admitted: whose rows it takes over
+
     pending: PendingRound | None = None
     results: dict[int, RoundResult] = field(default_factory=dict)  # unacknowledged
     deferred: deque[tuple[int, Command]] = field(default_factory=deque)  # behind a running step

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from common.types import Int32Array
+from verify_service import forks
 from verify_service.budget import TreeBudget
 from verify_service.draft_gate import DraftGate
 from verify_service.events import Event, Preempted, RoundDone, RoundResult
@@ -152,9 +153,18 @@ class Stepper:
 
     def _admit(self, now: float, events: list[Event]) -> None:
         for sequence in self._registry.waiting():
-            put_out = self._residency.admit(sequence, now)
+            source = forks.source_of(sequence, self._registry)
+            if source is not None and forks.must_wait(source):
+                continue  # its rows are being computed: not a second time
+            if source is not None and (rows := forks.num_common_rows(source, sequence)):
+                put_out = self._residency.fork(source, sequence, now, rows)
+            else:
+                source, put_out = None, self._residency.admit(sequence, now)
             if put_out is None:
                 return  # strictly by age: a small newcomer must not starve a large old one
+            if source is not None:
+                forks.take_features(source, sequence)
+            sequence.fork_of = b""
             events += map(_preempted, put_out)
 
     def _ready(
