@@ -171,7 +171,7 @@ def test_no_load_compiles_or_leaks(engine: DeviceEngine, seed: int) -> None:
     assert compiles == []
     assert engine.compiles_after_warm_up == 0
     assert num_preempted > 0
-    assert machine.prefix_counts.found > 100
+    assert machine.prefix_counts.found > 40
     assert machine.num_sequences == 0
     assert machine.page_counts.available == LIMITS.num_pages
 
