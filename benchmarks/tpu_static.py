@@ -60,8 +60,8 @@ def compile_ours(chip_name: str, shape: Shape) -> int:
 
     from benchmarks.aot import Argument, compile_for_chip
     from kernels.tree_attention.blocks import choose_blocks
+    from kernels.tree_attention.call import tree_attention_pallas
     from kernels.tree_attention.compute import Heads
-    from kernels.tree_attention.kernel import tree_attention_pallas
 
     chip, bf16, i32 = CHIPS[chip_name], jnp.bfloat16, jnp.int32
     q_heads, rows = shape.kv_heads * shape.group, shape.batch * shape.nodes

@@ -6,7 +6,7 @@ Everything here blocks and runs on a thread before the service says SERVING.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ def assemble(config: DraftConfig) -> Assembly:
         )
     except ModelError as error:
         raise StartupError(f"head: {error}") from error
+    head = with_window(head, config.attention_window_tokens)
     for choice in head.provenance:
         _logger.info(
             "head setting",
@@ -60,6 +61,14 @@ def assemble(config: DraftConfig) -> Assembly:
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
     return Assembly(engine, _limits(config, head), _info(config, head, identity))
+
+
+def with_window(head: HeadConfig, num_tokens: int) -> HeadConfig:
+    """The head seeing at most so many tokens back in every layer; 0: as it is."""
+    if not num_tokens:
+        return head
+    windows = tuple(min(own or num_tokens, num_tokens) for own in head.windows)
+    return replace(head, windows=windows)
 
 
 def _overrides(config: DraftConfig) -> HeadOverrides:
@@ -105,6 +114,7 @@ def _limits(config: DraftConfig, head: HeadConfig) -> DraftLimits:
         max_step_sequences=config.max_step_sequences,
         max_draft_rows=config.max_draft_tokens,
         max_extend_rows=config.max_extend_tokens,
+        shared_noise=config.shared_noise,
         max_outcomes=config.draft_ahead,
         recent_rows=config.recent_feature_rows,
         max_waiting_bytes=config.feature_memory_bytes,

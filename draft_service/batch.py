@@ -43,6 +43,10 @@ class Bucket:
             Field("page_table", (b, pages_per_sequence)),
             Field("guessed", (b, s)),
             Field("num_guessed", (b,)),
+            Field("seed_lo", (b,), "uint32"),
+            Field("seed_hi", (b,), "uint32"),
+            Field("temperature", (b,), "float32"),
+            Field("pick_positions", (b,)),  # of the tokens picked at the roots
             Field("num_copies", (1,)),
             Field("copy_from", (b,)),  # pages; the first num_copies count
             Field("copy_to", (b,)),
@@ -71,6 +75,11 @@ def pack(
             v["last_rows"][slot] = row - 1
         v["guessed"][slot, : work.guessed.size] = work.guessed
         v["num_guessed"][slot] = work.guessed.size
+        if work.noise is not None:
+            v["seed_lo"][slot] = work.noise.seed & 0xFFFFFFFF
+            v["seed_hi"][slot] = work.noise.seed >> 32
+            v["temperature"][slot] = work.noise.temperature
+            v["pick_positions"][slot] = work.noise.pick_position + work.guessed.size
     v["starts"][len(works) + 1 :] = row
     v["num_live"][:] = (len(works), row)
     copies = [work.page_copy for work in works if work.page_copy is not None]

@@ -1,8 +1,8 @@
 """Between wire messages and the machine's commands and events: the only code here that knows both.
 
 A command that cannot be read becomes a `Failed` event of its own sequence; nothing a router sends
-ends its stream. `Open.sampling` is not read: a drafter's guesses are right or wrong by the target's
-pick, whatever the sampling.
+ends its stream. Of `Open.sampling` temperature and seed are read, for the target's noise: guesses
+are right or wrong by the target's pick, whatever the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TypedDict
 
 from canopy.v1 import draft_pb2, types_pb2
+from common.noise_key import seed_of_choice
 from common.tensors import FeatureDtype, FeaturePiece, join_piece
 from common.types import (
     DraftTree,
@@ -110,7 +111,7 @@ def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
     base = _Base(sequence_id=sequence_id, epoch=message.epoch, acked_round=acked)
     match message.WhichOneof("command"):
         case "open":
-            opened = message.open
+            opened, sampling = message.open, message.open.sampling
             return Open(
                 **base,
                 tokens=tuple(opened.tokens),
@@ -118,6 +119,8 @@ def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
                 features_from=opened.features_from,
                 cache_salt=opened.cache_salt,
                 tree=_shape(opened.tree, shape) if opened.HasField("tree") else None,
+                temperature=sampling.temperature if sampling.HasField("seed") else 0.0,
+                seed=seed_of_choice(sampling.seed, opened.choice_index),
             )
         case "attach":
             return Attach(**base)

@@ -25,6 +25,7 @@ class Open(_Addressed):
     """Begins a sequence with all its committed tokens, at least one.
 
     `features_from`: rows of earlier positions never come. `tree` None: the engine's full shape.
+    `temperature` and `seed`: the target's, to order candidates with its noise; 0: greedy.
     `cache_salt`: pages are shared among sequences with the same.
     """
 
@@ -32,6 +33,8 @@ class Open(_Addressed):
     max_total_tokens: int
     features_from: int = 0
     tree: TreeShape | None = None
+    temperature: float = 0.0
+    seed: int = 0
     cache_salt: bytes = b""
 
 

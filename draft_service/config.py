@@ -40,6 +40,15 @@ class DraftConfig(ServiceConfig):
     max_depth: int = Field(5, ge=1, le=16, description="Levels of a tree below its root.")
     top_k: int = Field(4, ge=1, le=32, description="Children per node, and nodes kept per level.")
     max_nodes: int = Field(16, ge=2, le=128, description="Nodes of a tree, root included.")
+    attention_window_tokens: int = Field(
+        0,
+        ge=0,
+        description="The head attends to so many tokens back, if its files name no fewer;"
+        " 0: to all. At long contexts its reads cost more than its weights.",
+    )
+    shared_noise: bool = Field(
+        True, description="Order candidates with the noise that the target samples with."
+    )
     draft_ahead: int = Field(
         0,
         ge=0,

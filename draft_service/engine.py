@@ -22,6 +22,7 @@ from common.types import TreeShape
 from draft_service.batch import Bucket, pack, unpack_tree
 from draft_service.expand import Prefix, expand
 from draft_service.scoring import score, turn_output_table
+from draft_service.shared_noise import SharedNoise
 from draft_service.stem import run_stem
 from draft_service.step import SequenceOutcome, SequenceWork
 from kernels.backend import Backend
@@ -234,6 +235,7 @@ class DeviceEngine:
                 backend=self.config.backend,
                 chip=self.config.chip,
                 stem=stem,
+                noise=_noise(x),
             )
             return pages, _packed(tree)
 
@@ -278,6 +280,15 @@ class DeviceEngine:
             backend=Backend.XLA,
         )
         return outs, pages
+
+
+def _noise(x: dict[str, jax.Array]) -> SharedNoise:
+    return SharedNoise(
+        seed_lo=lax.bitcast_convert_type(x["seed_lo"], jnp.uint32),
+        seed_hi=lax.bitcast_convert_type(x["seed_hi"], jnp.uint32),
+        temperature=lax.bitcast_convert_type(x["temperature"], jnp.float32),
+        positions=x["pick_positions"],
+    )
 
 
 def _packed(tree: BuiltTree) -> jax.Array:

@@ -20,6 +20,7 @@ from jax import lax
 
 from common.types import TreeShape
 from draft_service.scoring import score
+from draft_service.shared_noise import SharedNoise, with_noise
 from kernels.backend import Backend
 from kernels.build_tree.api import build_tree
 from kernels.build_tree.types import BuiltTree
@@ -104,18 +105,20 @@ def expand(
     backend: Backend,
     chip: Chip | None,
     stem: Stem | None = None,
+    noise: SharedNoise | None = None,
 ) -> BuiltTree:
     """B trees of up to shape.max_nodes nodes.
 
     last_states [B, H] and last_logits float32 [B, draft vocabulary]: of each sequence's last pair,
-    or the end of its stem; root_tokens int32 [B]. Slots at num_live and beyond give trees that mean
-    nothing.
+    or the end of its stem; root_tokens int32 [B]; `noise`: that the target will pick with. Slots at
+    num_live and beyond give trees that mean nothing.
     """
     batch, k = last_states.shape[0], shape.top_k
     num_stem = 0 if stem is None else stem.rows.shape[2]
     # The stem's, and what the head runs on: all levels but the deepest.
     num_rows = num_stem + max(1, shape.max_depth - 1) * k
     num_words = -(-num_rows // 32)
+    last_logits = with_noise(last_logits, params["draft_to_target"], noise, 0)
     scores, tokens = _children(config, params, last_logits, k)
     frontier = Frontier(
         tokens=tokens,
@@ -141,7 +144,7 @@ def expand(
         first = num_stem + (level - 1) * k
         place = (level - 1) if stem is None else stem.lens + (level - 1)
         at = Place(level, first, prefix.kv_lens + place)
-        return _expand_level(config, params, prefix, carry, at, backend, chip)
+        return _expand_level(config, params, prefix, carry, at, noise, backend, chip)
 
     # A loop and not an unrolled chain: one level is compiled, however deep the tree.
     rows = jnp.zeros(rows_shape, last_states.dtype)
@@ -172,6 +175,7 @@ def _expand_level(
     prefix: Prefix,
     carry: Level,
     at: Place,
+    noise: SharedNoise | None,
     backend: Backend,
     chip: Chip | None,
 ) -> tuple[Level, Candidates]:
@@ -180,6 +184,7 @@ def _expand_level(
     batch, k = frontier.tokens.shape
     outs, rows = _run(config, params, prefix, carry, at, backend, chip)
     logits = score(config, params, outs.reshape(batch * k, -1))
+    logits = with_noise(logits, params["draft_to_target"], noise, at.level)
     logps, tokens = _children(config, params, logits, k)
     scores = frontier.scores[:, :, None] + logps.reshape(batch, k, k)
     children = Candidates(

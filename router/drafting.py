@@ -305,6 +305,7 @@ class DraftSide:
             min(self._generation.max_total_tokens, self.settings.max_context_len),
             features_from,
             self._generation.cache_salt,
+            self._generation.choice_index,
         )
 
     def _lose(self, round_: int, pause_rounds: int) -> None:

@@ -279,6 +279,8 @@ class GenerationMachine:
             trace,
             event.logprobs[:count],
             event.top_logprobs[:count],
+            event.prompt_logprobs,
+            event.prompt_top_logprobs,
         )
         if taken.finished is not None:
             return [emitted, taken.finished, *self._end()]

@@ -22,7 +22,7 @@ MAX_STOP_STRING_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHAT_MESSAGES = 4096
 
-_NOT_IN_SAMPLING = ("logprobs", "top_logprobs")
+_NOT_IN_SAMPLING = ("logprobs", "top_logprobs", "prompt_logprobs")
 """Options of a request that stand beside its `sampling`."""
 
 
@@ -213,6 +213,7 @@ def _sampling(request: generation_pb2.GenerateRequest, served: Served) -> Sampli
         logit_bias=tuple(sorted(params.logit_bias.items())),
         logprobs=request.logprobs,
         top_logprobs=request.top_logprobs,
+        prompt_logprobs=(request.prompt_logprobs if request.HasField("prompt_logprobs") else None),
         **given,
     )
     try:

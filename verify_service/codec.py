@@ -196,6 +196,7 @@ def _sampling(body: verify_pb2.VerifyOpen) -> SamplingParams:
         min_tokens=params.min_tokens,
         logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
+        prompt_logprobs=body.prompt_logprobs if body.HasField("prompt_logprobs") else None,
     )
     if not sampling.is_greedy and not params.HasField("seed"):
         raise _invalid(
@@ -254,6 +255,8 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
                     wants_tree=result.wants_tree,
                     next_begun=result.next_begun,
                     num_cached_tokens=result.num_cached_tokens,
+                    prompt_logprobs=result.prompt_logprobs,
+                    prompt_top_logprobs=[_top(place) for place in result.prompt_top_logprobs],
                 )
             )
         case Failed():

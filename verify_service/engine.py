@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from common.log import get_logger
-from common.types import TopLogprobs
 from kernels.backend import Backend
 from kernels.chips import Chip
 from kernels.kv_layout import pages_bytes, pages_shape
@@ -22,6 +20,7 @@ from models.config import TargetConfig
 from models.layers import Params
 from models.sharding import PAGES_SPEC
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
+from verify_service.outcomes import HostArrays, cut_outcomes
 from verify_service.program import DeviceState, SplitStep, StepParts, WholeStep
 from verify_service.slots import Slots
 from verify_service.step import SequenceOutcome, SequenceWork
@@ -128,10 +127,14 @@ class DeviceEngine:
         wanted = any(work.wants_features for work in works)
         if wanted:
             out.features.copy_to_host_async()
-        wants_top = any(work.sampling.top_logprobs for work in works)
-        accepted = jax.device_get(out.small | out.top if wants_top else out.small)
-        rows = np.asarray(out.features) if wanted else None
-        outcomes = _outcomes(works, accepted, rows)
+        small = self.config.shape.results().views(np.asarray(out.small))
+        outcomes = cut_outcomes(
+            works,
+            small,
+            top=_fetch(out.top, any(work.sampling.top_logprobs for work in works)),
+            prompt=_fetch(out.prompt, any(work.num_scored for work in works)),
+            features=np.asarray(out.features) if wanted else None,
+        )
         self._slots.note(works, outcomes)
         return outcomes
 
@@ -151,12 +154,17 @@ class DeviceEngine:
                     f"tree: {work.num_nodes} nodes, depth {work.max_depth};"
                     f" at most {config.max_tree_nodes} and {config.max_depth}"
                 )
+            if work.num_nodes + work.num_scored > config.max_tree_nodes:
+                raise ValueError(
+                    f"scored: {work.num_scored} beside {work.num_nodes} nodes; at most"
+                    f" {config.max_tree_nodes} together"
+                )
             if len(work.stop_tokens) > config.max_stop_tokens:
                 raise ValueError(
                     f"stop_tokens: {len(work.stop_tokens)}; at most {config.max_stop_tokens}"
                 )
         num_rows = sum(work.num_rows for work in works)
-        num_nodes = sum(work.num_nodes for work in works)
+        num_nodes = sum(work.num_nodes + work.num_scored for work in works)
         for bucket in self._buckets:
             if bucket.num_rows >= num_rows and bucket.num_nodes >= num_nodes:
                 return bucket
@@ -189,46 +197,5 @@ class DeviceEngine:
         return program
 
 
-def _outcomes(
-    works: Sequence[SequenceWork], accepted: dict[str, Any], features: Any
-) -> list[SequenceOutcome]:
-    """Cuts the step's arrays into the works' outcomes. `features` [T, F] on the host, or None."""
-    outcomes = []
-    row = node = 0
-    for slot, work in enumerate(works):
-        count = int(accepted["num_accepted"][slot]) if work.samples else 0
-        emitted = accepted["emitted"][slot, : count + 1]
-        if not work.samples or emitted[0] < 0:
-            emitted = emitted[:0]
-        num_emitted = emitted.size
-        path = accepted["accepted"][slot, :count] - node
-        rows = None
-        if features is not None and work.wants_features:
-            causal = np.arange(row, row + work.num_causal)
-            rows = features[np.concatenate([causal, row + work.num_causal - 1 + path])]
-        outcomes.append(
-            SequenceOutcome(
-                tokens=emitted,
-                margins=accepted["margins"][slot, :num_emitted],
-                logprobs=accepted["logprobs"][slot, :num_emitted],
-                accepted_nodes=path.astype(np.int32),
-                num_nodes=work.num_nodes,
-                num_committed=work.num_causal + count,
-                features=rows,
-                top_logprobs=_top_logprobs(accepted, slot, work, num_emitted),
-            )
-        )
-        row += work.num_rows
-        node += work.num_nodes
-    return outcomes
-
-
-def _top_logprobs(
-    accepted: dict[str, Any], slot: int, work: SequenceWork, num_emitted: int
-) -> tuple[TopLogprobs, ...]:
-    count = work.sampling.top_logprobs
-    if not count:
-        return ()
-    tokens = accepted["top_tokens"][slot, :num_emitted, :count].tolist()
-    values = accepted["top_logprobs"][slot, :num_emitted, :count].tolist()
-    return tuple(tuple(zip(*place, strict=True)) for place in zip(tokens, values, strict=True))
+def _fetch(arrays: dict[str, jax.Array], wanted: bool) -> HostArrays | None:
+    return jax.device_get(arrays) if wanted else None

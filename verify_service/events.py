@@ -28,7 +28,8 @@ class RoundResult:
     asked for. `accepted_nodes`: indices into the tree as the router sent it. `num_nodes`: verified,
     root included. `wants_tree`: whether the next round should wait for a tree.
     `next_begun`: it runs already, with a foreseen tree.
-    `num_cached_tokens`: of the first result since Open, tokens whose rows were found.
+    `num_cached_tokens`: of the first result since Open, tokens whose rows were found;
+    with it go the prompt's log-probabilities.
     """
 
     round: int
@@ -44,6 +45,8 @@ class RoundResult:
     wants_tree: bool = True
     next_begun: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,7 +153,7 @@ class Residency:
         beyond the next root are released, and so is the one that was copied from.
         """
         self._end_copy(sequence)
-        self._pool.commit(sequence.pages[: self._limits.pages_for(sequence.kv_len)])
+        self._pool.commit_first(sequence.pages, self._limits.pages_for(sequence.kv_len))
         self._cache.publish(sequence)
         self._shorten(sequence, self._limits.pages_for(sequence.committed_len))
 

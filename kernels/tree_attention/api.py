@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.backend import Backend
 from kernels.checks import check_dtype, check_shape
 from kernels.chips import Chip
-from kernels.tree_attention.kernel import tree_attention_pallas
+from kernels.tree_attention.call import tree_attention_pallas
 from kernels.tree_attention.xla import tree_attention_xla
 
 MAX_WORDS = 32

@@ -21,7 +21,7 @@ LOAD = Load(context=4096, batch=4, nodes=8, rows=32, page_size=128)
 NUM_LAYERS, VOCAB = 2, 4096
 
 
-def test_split_step_sends_two_sums_a_layer_and_copies_no_pages() -> None:
+def test_split_step_sends_two_sums_a_layer_no_logits_and_copies_no_pages() -> None:
     target = dataclasses.replace(
         named_config("llama-3.1-8b", jnp.bfloat16, boundaries=[1]),
         num_layers=NUM_LAYERS,
@@ -34,11 +34,13 @@ def test_split_step_sends_two_sums_a_layer_and_copies_no_pages() -> None:
     ).with_shards(4)
     mesh = aot.mesh_of("v5e:2x2", MODEL_AXIS)
     step = compile_step(target, CHIPS["v5e"], mesh, LOAD, num_pages=512)
-    sums = step.program.collectives()
-    assert sums["all-reduce"]["count"] == 2 * NUM_LAYERS + 1
-    assert sums["all-reduce"]["bytes"] == (2 * NUM_LAYERS + 1) * 32 * 1024 * 2
-    assert sums["all-gather"] == {"count": 1, "bytes": 32 * VOCAB * 4}
-    assert set(sums) == {"all-reduce", "all-gather"}
+    sent = step.program.collectives()
+    assert set(sent) == {"all-reduce", "all-gather"}
+    activations = (2 * NUM_LAYERS + 1) * 32 * 1024 * 2
+    # Beside these a few numbers a row, and the likeliest of each chip for log-probabilities.
+    sampling = sum(kind["bytes"] for kind in sent.values()) - activations
+    assert 0 < sampling < 32 * VOCAB * 4 / 4, "logits are sent"
+    assert sum(kind["count"] for kind in sent.values()) <= 2 * NUM_LAYERS + 1 + 14
     assert step.program.alias_bytes >= step.pages
     assert step.program.temp_bytes < step.pages / 4, "pages or weights are copied"
     assert step.peak < 1.1 * (step.weights + step.pages)

@@ -4,11 +4,9 @@ place, no weight is copied, nothing sorts a vocabulary. `make prove` has more mo
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import jax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 pytest.importorskip("libtpu", reason="the compiler for TPU; pip install '.[tpu]'")
 
@@ -35,25 +33,10 @@ def check(step: steps.Step, mesh: Mesh) -> None:
     assert all(math.prod(shape) < step.pages_bytes // 4 for shape in copies - copied)
 
 
-def test_verify_step_on_one_chip() -> None:
-    step = steps.verify(SMOLLM2.with_layers(4), CHIPS["v5e"], None)
-    check(step, mesh_for(CHIPS["v5e"]))
-
-
-@pytest.mark.parametrize("chip", ["v5p", "v6e"])
-def test_verify_step_fits_where_its_program_cannot_be_read_back(chip: str) -> None:
-    """jax 0.10.2 fails to parse what libtpu 0.0.52 compiled: memory is all that can be checked."""
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+def test_verify_step_on_one_chip(chip: str) -> None:
     step = steps.verify(SMOLLM2.with_layers(4), CHIPS[chip], None)
-    mesh = mesh_for(CHIPS[chip])
-    arguments: list[Any] = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, a.spec))
-        for a in step.call.arguments
-    ]
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(step.call.function, donate_argnums=step.call.donate).trace(*arguments)
-        memory = traced.lower(lowering_platforms=("tpu",)).compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= step.pages_bytes
-    assert memory.temp_size_in_bytes <= step.temp_limit_bytes
+    check(step, mesh_for(CHIPS[chip]))
 
 
 def test_verify_step_split_over_four_chips() -> None:

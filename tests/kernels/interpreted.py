@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.chips import CHIPS
 from kernels.tree_attention.blocks import Blocks
-from kernels.tree_attention.kernel import tree_attention_pallas
+from kernels.tree_attention.call import tree_attention_pallas
 
 Mode = Literal["eager", "on_wait"]
 

@@ -18,8 +18,9 @@ from interpreted import KernelFault, Mode, interpret, small_blocks
 
 from kernels.backend import Backend
 from kernels.chips import CHIPS
-from kernels.tree_attention import kernel as kernel_module
 from kernels.tree_attention.api import tree_attention
+from kernels.tree_attention.copies import Copies
+from kernels.tree_attention.kernel import Kernel
 
 pytestmark = pytest.mark.interpret
 
@@ -139,7 +140,7 @@ def test_a_long_block_goes_in_pieces_and_two_cores_share_the_work() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_removed_wait_is_caught(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
-    monkeypatch.setattr(kernel_module._Kernel, "await_whole", lambda self, slot: None)
+    monkeypatch.setattr(Copies, "await_whole", lambda self, slot: None)
     step = make_step(np.random.default_rng(0), SMALL_STEP, **SMALL)
     with pytest.raises((KernelFault, AssertionError)):
         np.testing.assert_allclose(_run(step, mode, tiles=(16,)), oracle(step), rtol=0, atol=2e-5)
@@ -147,10 +148,8 @@ def test_removed_wait_is_caught(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_swapped_buffer_is_caught(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
-    right = kernel_module._Kernel.whole_rows
-    monkeypatch.setattr(
-        kernel_module._Kernel, "whole_rows", lambda self, at, h: right(self, 1 - at, h)
-    )
+    right = Kernel.whole_rows
+    monkeypatch.setattr(Kernel, "whole_rows", lambda self, at, h: right(self, 1 - at, h))
     step = make_step(np.random.default_rng(1), SMALL_STEP, **SMALL)
     with pytest.raises((KernelFault, AssertionError)):
         np.testing.assert_allclose(_run(step, mode, tiles=(24,)), oracle(step), rtol=0, atol=2e-5)
