@@ -13,6 +13,7 @@ from typing import TypedDict
 from canopy.v1 import draft_pb2, types_pb2
 from common.noise_key import seed_of_choice
 from common.tensors import FeatureDtype, FeaturePiece, join_piece
+from common.tracing import Trace
 from common.types import (
     DraftTree,
     ErrorCode,
@@ -121,6 +122,7 @@ def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
                 tree=_shape(opened.tree, shape) if opened.HasField("tree") else None,
                 temperature=sampling.temperature if sampling.HasField("seed") else 0.0,
                 seed=seed_of_choice(sampling.seed, opened.choice_index),
+                trace=Trace(opened.trace.request_id, opened.trace.traceparent),
             )
         case "attach":
             return Attach(**base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from common.tracing import UNTRACED, Trace
 from common.types import TreeShape
 
 NO_ROUND = -1
@@ -36,6 +37,7 @@ class Open(_Addressed):
     temperature: float = 0.0
     seed: int = 0
     cache_salt: bytes = b""
+    trace: Trace = UNTRACED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

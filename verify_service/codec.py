@@ -14,6 +14,7 @@ import numpy as np
 from canopy.v1 import types_pb2, verify_pb2
 from common.noise_key import seed_of_choice
 from common.tensors import FeaturePiece
+from common.tracing import Trace
 from common.types import (
     DraftTree,
     ErrorCode,
@@ -174,6 +175,7 @@ def _open(base: _Base, body: verify_pb2.VerifyOpen) -> Open:
         wants_features=body.wants_features,
         cache_salt=body.cache_salt,
         fork_of=body.fork_of,
+        trace=Trace(body.trace.request_id, body.trace.traceparent),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from common.tracing import UNTRACED, Trace
 from common.types import DraftTree, SamplingParams
 
 NO_ROUND = -1
@@ -39,6 +40,7 @@ class Open(_Addressed):
     wants_features: bool = False
     cache_salt: bytes = b""
     fork_of: bytes = b""
+    trace: Trace = UNTRACED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,10 @@ class StateReport(_Addressed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundDone(_Addressed):
+    """`traceparent`: of the request, if it is traced; an answer from store has none."""
+
     result: RoundResult
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from canopy.v1 import verify_pb2_grpc
 from common.engine_service import EngineService
 from common.metrics import Metrics
 from common.server import Health, run_service
+from common.tracing import Tracing
 from verify_service.assembly import assemble
 from verify_service.codec import encode_info
 from verify_service.config import VerifyConfig
@@ -29,7 +30,8 @@ class VerifyService(EngineService):
     def __init__(self, config: VerifyConfig, metrics: Metrics) -> None:
         self._config = config
         self._metrics = VerifyMetrics(metrics, config.max_tree_depth, config.max_step_tokens)
-        self._hub = StreamHub()
+        self._tracing = Tracing.to("verify", config.trace_endpoint)
+        self._hub = StreamHub(self._tracing)
         self._servicer = VerifyServicer(self._hub)
         super().__init__("verify", self._hub)
 
@@ -50,6 +52,10 @@ class VerifyService(EngineService):
         self._servicer.loop = loop
         self._servicer.info = encode_info(assembly.info)
         self._run(loop)
+
+    async def stop(self) -> None:
+        await super().stop()
+        await asyncio.to_thread(self._tracing.stop)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

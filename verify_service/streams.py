@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.outbox import Outbox
-from verify_service.events import Event
+from common.tracing import Tracing
+from verify_service.events import Event, RoundDone
 
 
 @dataclass(eq=False)
@@ -34,7 +35,9 @@ class FeatureReceiver:
 class StreamHub:
     """Numbers the streams and finds outboxes and receivers."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        """`tracing`: gets a span for each round that was run for a traced request."""
+        self._tracing = tracing or Tracing()
         self._outboxes: dict[int, Outbox[Event]] = {}
         self._stream_of_link: dict[str, int] = {}  # the newest
         self._receivers: dict[str, FeatureReceiver] = {}
@@ -60,10 +63,28 @@ class StreamHub:
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Events of streams that are gone are dropped: an Attach has results sent again."""
+        if self._tracing.on:
+            self._note_rounds(events)
         for event in events:
             outbox = self._outboxes.get(event.stream)
             if outbox is not None:
                 outbox.put(event)
+
+    def _note_rounds(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, RoundDone) and event.traceparent:
+                result = event.result
+                self._tracing.note(
+                    "canopy.verify.step",
+                    event.traceparent,
+                    result.step_seconds,
+                    {
+                        "canopy.round": result.round,
+                        "canopy.num_nodes": result.num_nodes,
+                        "canopy.num_emitted": len(result.tokens),
+                        "canopy.queue_seconds": result.queue_seconds,
+                    },
+                )
 
     def stream_of(self, link_id: str) -> int | None:
         return self._stream_of_link.get(link_id)
