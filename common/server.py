@@ -206,7 +206,9 @@ class _Life:
         self._metrics.add_event_loop(lambda: len(asyncio.all_tasks(loop)))
         check_port(self._config.host, self._config.port)
         interceptors = self._interceptors()
-        metrics_server, metrics_address = self._open_metrics()
+        metrics_server, metrics_address = open_metrics(
+            self._config, self._metrics, lambda: self._health.serving
+        )
         server = grpc.aio.server(
             interceptors=interceptors,
             options=server_options(self._config.max_message_bytes),
@@ -240,14 +242,6 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
-
-    def _open_metrics(self) -> tuple[Any, str]:
-        host, port = self._config.host, self._config.metrics_port
-        try:
-            server = serve_http(host, port, self._metrics.registry, lambda: self._health.serving)
-        except OSError as error:
-            raise StartupError(_bind_failure("metrics_port", host, port, error)) from None
-        return server, f"{host}:{server.server_port}"
 
     def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
         """The first is asked first. Raises StartupError."""
@@ -304,6 +298,18 @@ class _Life:
                 await self._service.drain(grace)
         except TimeoutError:
             _logger.warning("drain ran out of time; running work is cut", drain_seconds=grace)
+
+
+def open_metrics(
+    config: ServiceConfig, metrics: Metrics, is_ready: Callable[[], bool]
+) -> tuple[Any, str]:
+    """The HTTP port of a process, and its address. Raises StartupError."""
+    host, port = config.host, config.metrics_port
+    try:
+        server = serve_http(host, port, metrics.registry, is_ready)
+    except OSError as error:
+        raise StartupError(_bind_failure("metrics_port", host, port, error)) from None
+    return server, f"{host}:{server.server_port}"
 
 
 def announce(event: str, **fields: object) -> None:

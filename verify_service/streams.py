@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.outbox import Outbox
+from common.outbox import Outbox, Outboxes
 from common.tracing import Tracing
 from verify_service.events import Event, RoundDone
 
@@ -32,43 +32,35 @@ class FeatureReceiver:
         self.wake.set()
 
 
-class StreamHub:
-    """Numbers the streams and finds outboxes and receivers."""
+class StreamHub(Outboxes[Event]):
+    """The outboxes, and the receivers of features."""
 
     def __init__(self, tracing: Tracing | None = None) -> None:
         """`tracing`: gets a span for each round that was run for a traced request."""
+        super().__init__()
         self._tracing = tracing or Tracing()
-        self._outboxes: dict[int, Outbox[Event]] = {}
         self._stream_of_link: dict[str, int] = {}  # the newest
         self._receivers: dict[str, FeatureReceiver] = {}
-        self._num_streams = 0
 
     def open(self, link_id: str) -> tuple[int, Outbox[Event]]:
-        self._num_streams += 1
-        stream = self._num_streams
-        self._outboxes[stream] = Outbox[Event]()
+        stream, outbox = self.open_outbox()
         self._stream_of_link[link_id] = stream
-        return stream, self._outboxes[stream]
+        return stream, outbox
 
     def close(self, stream: int, link_id: str) -> None:
-        del self._outboxes[stream]
+        self.close_outbox(stream)
         if self._stream_of_link.get(link_id) == stream:
             del self._stream_of_link[link_id]
 
     def close_all(self) -> None:
-        for outbox in self._outboxes.values():
-            outbox.close()
+        super().close_all()
         for receiver in self._receivers.values():
             receiver.end()
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Events of streams that are gone are dropped: an Attach has results sent again."""
         if self._tracing.on:
             self._note_rounds(events)
-        for event in events:
-            outbox = self._outboxes.get(event.stream)
-            if outbox is not None:
-                outbox.put(event)
+        super().deliver(events)
 
     def _note_rounds(self, events: Sequence[Event]) -> None:
         for event in events:
