@@ -2,19 +2,25 @@
 
     python -m benchmarks.chaos --minutes 5 --streams 4
 
-Real processes: a router, several verify and draft replicas. First every prompt is answered in
-peace. Then streams of the same prompts run side by side while replicas get SIGKILL and are started
-anew on their ports (only where another of the same service is serving), and some clients cancel in
-mid-stream. Every token that came is compared with the quiet answer, up to a pick within the margin.
+Real processes: a router, several verify and draft replicas, of the demo's model or (`--tiny`) of a
+random one that costs next to nothing, so that waits are the protocol's own. First every prompt is
+answered in peace. Then streams of the same prompts run side by side while replicas get SIGKILL and
+are started anew on their ports (only where another of the same service is serving), and some
+clients cancel in mid-stream. Some replicas are frozen (SIGSTOP) before they are killed: nobody
+tells that they are gone. Every token that came is compared with the quiet answer, up to a pick
+within the margin.
 
 - `divergent_streams`: streams with another token than the quiet answer's, above the margin.
-- `gap_seconds`: of the streams that ran when a replica was killed, the longest wait between two
-  chunks around that moment, the kill's own streams and all others alike; `quiet` is the longest
-  wait of the quiet answers, which ran as many at a time.
+- `gap_seconds`: of the streams that ran when a replica was killed, the wait between two chunks
+  around that moment, the kill's own streams and all others alike; `quiet` is the longest wait of
+  the quiet answers, which ran as many at a time, `first` their longest for a first chunk.
+- `gap_limits_seconds`: what must not be exceeded: draft 1 s; verify 2 s and a prefill, for which
+  `first` stands; with `silence_seconds` more for silent verifies. A machine that is too slow or
+  busy for that even when all is quiet shows it in `quiet`, which is added.
 - `recovery_seconds`: from SIGKILL to SERVING of the new process.
 - `pages_leaked`: KV pages in use on any replica when all streams are over.
 
-The last line is JSON; exit code 0 if nothing was lost.
+The last line is JSON; exit code 0 if nothing was lost and no gap is beyond its limit.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -31,10 +38,20 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.chaos_streams import Cause, Kill, Load, Plan, Stream, gaps_around, longest_wait
+from benchmarks.chaos_streams import (
+    Cause,
+    Kill,
+    Load,
+    Plan,
+    Stream,
+    first_wait,
+    gaps_around,
+    longest_wait,
+)
 from benchmarks.lossless import MARGIN, first_difference, margin_at
 from benchmarks.prompts import GOLDENS, read_conversations
 from benchmarks.serving import print_report
+from benchmarks.tiny_models import write_tiny_pair
 from canopy import library
 from canopy.client import Client
 from canopy.results import CanopyError, Options
@@ -44,6 +61,15 @@ from common.errors import StartupError
 
 PATIENT = ("--verify-lost-seconds", "600")
 SETTLE_SECONDS = 60.0
+SILENCE_SECONDS = 3.0
+"""The router's default, `silence_seconds`."""
+
+KINDS = ("draft", "draft_silent", "verify", "verify_silent")
+TINY_FLAGS = {
+    "verify": ("--max-context-tokens", "512", "--kv-pool-tokens", "8192", "--row-buckets", "16,64"),
+    "draft": ("--max-context-tokens", "512", "--kv-pool-tokens", "8192", "--max-depth", "3",
+              "--max-extend-tokens", "64", "--max-step-sequences", "4"),
+}  # fmt: skip
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -58,6 +84,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.8, help="of every second prompt")
     parser.add_argument("--cancel-share", type=float, default=0.25, help="of the streams")
     parser.add_argument("--pause", type=float, default=8.0, help="seconds between kills, about")
+    parser.add_argument("--silent-share", type=float, default=0.25, help="of the kills")
+    parser.add_argument("--tiny", action="store_true", help="a tiny random model")
     parser.add_argument("--seed", type=int, default=1, help="of the trouble [%(default)s]")
     return parser.parse_args(argv)
 
@@ -65,23 +93,33 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if nothing was lost. Raises StartupError."""
     arguments = parse(argv)
-    model = library.fetch_model(library.DEMO_MODEL)
-    settings = StackSettings(
-        model=model,
-        head=library.demo_head(model),
-        num_verify=arguments.verify,
-        num_draft=arguments.draft,
-        flags={"router": PATIENT},
-        show_logs=False,
-    )
-    try:
-        with Stack(settings) as stack, Client(stack.address) as client:
-            result = run(stack, client, arguments)
-    except CanopyError as error:
-        raise StartupError(str(error)) from None
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            settings = stack_settings(arguments, Path(folder))
+            with Stack(settings) as stack, Client(stack.address) as client:
+                result = run(stack, client, arguments)
+        except CanopyError as error:
+            raise StartupError(str(error)) from None
     print_report(result, arguments)
     lost = result["divergent_streams"] or result["failed"] or result["pages_leaked"]
-    return 1 if lost else 0
+    return 1 if lost or result["gaps_beyond_limit"] else 0
+
+
+def stack_settings(arguments: argparse.Namespace, folder: Path) -> StackSettings:
+    if arguments.tiny:
+        model, head = write_tiny_pair(folder)
+        flags = {"router": PATIENT, **TINY_FLAGS}
+    else:
+        model = library.fetch_model(library.DEMO_MODEL)
+        head, flags = library.demo_head(model), {"router": PATIENT}
+    return StackSettings(
+        model=model,
+        head=head,
+        num_verify=arguments.verify,
+        num_draft=arguments.draft,
+        flags=flags,
+        show_logs=False,
+    )
 
 
 def run(stack: Stack, client: Client, arguments: argparse.Namespace) -> dict[str, object]:
@@ -127,10 +165,14 @@ def make_trouble(stack: Stack, arguments: argparse.Namespace) -> list[Kill]:
         if not safe or time.monotonic() >= end:
             continue
         kill = Kill(chance.choice(safe), time.monotonic())
+        kill.silent = chance.random() < arguments.silent_share
+        if kill.silent:
+            stack.freeze(kill.name)
+            time.sleep(2 * SILENCE_SECONDS)
         stack.kill(kill.name)
         kill.child = stack.restart(kill.name)
         kills.append(kill)
-        print(f"killed {kill.name}", flush=True)
+        print(f"killed {kill.name}{' in silence' if kill.silent else ''}", flush=True)
     for kill in kills:
         kill.wait_until_back()
     return kills
@@ -156,10 +198,15 @@ def report(
             divergent.append({"prompt": stream.plan.index, "place": place, "margin": margin})
     causes = Counter(stream.cause for stream in streams)
     gaps = {
-        service: summary(
-            [gap for k in kills if k.service == service for gap in gaps_around(k, streams)]
-        )
-        for service in ("draft", "verify")
+        kind: [gap for kill in kills if kill.kind == kind for gap in gaps_around(kill, streams)]
+        for kind in KINDS
+    }
+    quiet_gap, prefill = max(map(longest_wait, quiet)), max(map(first_wait, quiet))
+    limits = {
+        "draft": 1.0 + quiet_gap,
+        "draft_silent": 1.0 + quiet_gap,
+        "verify": 2.0 + prefill + quiet_gap,
+        "verify_silent": 2.0 + SILENCE_SECONDS + prefill + quiet_gap,
     }
     recovery = {
         service: summary([k.recovery_seconds for k in kills if k.service == service])
@@ -174,11 +221,17 @@ def report(
         "failed": causes[Cause.FAILED],
         "failures": sorted({stream.failure for stream in streams if stream.failure}),
         "tokens": sum(len(stream.tokens) for stream in streams),
-        "kills": dict(Counter(kill.service for kill in kills)),
+        "kills": dict(Counter(kill.kind for kill in kills)),
         "divergent_streams": len(divergent),
         "divergences": divergent,
         "streams_past_a_near_tie": near_ties,
-        "gap_seconds": {"quiet": round(max(longest_wait(s) for s in quiet), 3), **gaps},
+        "gap_seconds": {
+            "quiet": round(quiet_gap, 3),
+            "first": round(prefill, 3),
+            **{kind: summary(those) for kind, those in gaps.items()},
+        },
+        "gap_limits_seconds": {kind: round(limit, 3) for kind, limit in limits.items()},
+        "gaps_beyond_limit": sum(gap > limits[kind] for kind in KINDS for gap in gaps[kind]),
         "recovery_seconds": recovery,
         "pages_leaked": pages_in_use(stack),
     }

@@ -35,18 +35,20 @@ class Plan:
 
 @dataclass(slots=True)
 class Stream:
-    """One answer as it came. `times`: of each chunk, the clock is time.monotonic."""
+    """One answer as it came. `begun`, `times`: when asked, and of each chunk, by time.monotonic."""
 
     plan: Plan
     cancel_after: int | None = None  # tokens
     tokens: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    begun: float = 0.0
     cause: Cause = Cause.FAILED
     failure: str = ""
 
     def read(self, client: Client) -> Stream:
         """Reads it to its end, or to where the client leaves; returns itself."""
+        self.begun = time.monotonic()
         events = client.stream(self.plan.messages, self.plan.options)
         try:
             with closing(events):  # type: ignore[type-var]  # a generator, which can be closed
@@ -67,16 +69,23 @@ class Stream:
 
 @dataclass(slots=True)
 class Kill:
-    """A replica's death and, later, its return."""
+    """A replica's death and, later, its return. `silent`: its sockets stayed open for a while, as
+    when a host dies.
+    """
 
     name: str
     at: float
+    silent: bool = False
     child: Child | None = None
     recovery_seconds: float = 0.0
 
     @property
     def service(self) -> str:
         return self.name.partition("-")[0]
+
+    @property
+    def kind(self) -> str:
+        return f"{self.service}_silent" if self.silent else self.service
 
     def is_back(self) -> bool:
         """Whether the new process serves."""
@@ -132,6 +141,11 @@ class Load:
             stream = Stream(plan, self._chance.randrange(1, most) if leaves else None)
             self._streams.append(stream)
             return stream
+
+
+def first_wait(stream: Stream) -> float:
+    """Seconds to the first chunk."""
+    return stream.times[0] - stream.begun if stream.times else 0.0
 
 
 def longest_wait(stream: Stream) -> float:

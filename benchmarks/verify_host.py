@@ -1,9 +1,13 @@
 """Host time of a verify step: everything but the device and the sockets.
 
-`python -m benchmarks.verify_host [--batch 1,4,16] [--nodes 16] [--steps 300]` sends frames of trees
-through codec, state machine and back into frames, with an engine that costs nothing and accepts
-three nodes of each tree, and prints one JSON line: milliseconds of CPU per step (median and p99) by
-batch, and where they go.
+`python -m benchmarks.verify_host [--batch 1,16,64] [--nodes 16] [--steps 300]` sends frames of
+trees through codec, state machine and the engine's packing and back into frames, with a device that
+costs nothing and accepts three nodes of each tree, and prints one JSON line: milliseconds of CPU a
+step (median and p99) by batch, and where they go.
+
+A step is one transfer to the device (`upload`: everything in one buffer) and one back (`download`:
+tokens, paths, margins and log-probabilities in one array), beside the features of committed rows,
+which come after them, and what few ask for: the likeliest tokens, and the prompt's.
 """
 
 from __future__ import annotations
@@ -14,12 +18,15 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from canopy.v1 import types_pb2, verify_pb2
 from common.process import tune_malloc
+from verify_service.batch import BatchShape, Bucket, pack
 from verify_service.codec import decode_request, encode_events
 from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
+from verify_service.outcomes import cut_outcomes
 from verify_service.step import SequenceOutcome, SequenceWork
 
 PROMPT_TOKENS = 256
@@ -28,27 +35,52 @@ FEATURE_WIDTH = 1728  # SmolLM2's three captured boundaries
 
 
 class TrivialEngine:
-    """Accepts the first nodes of every tree, which is a chain there, and picks token 1."""
+    """What `DeviceEngine` does on the host, with a device that costs nothing: it accepts the first
+    nodes of every tree, which is a chain there, and picks token 1.
+    """
+
+    def __init__(self, batch: int, limits: VerifyLimits) -> None:
+        self.limits = limits
+        self.shape = BatchShape(
+            max_sequences=batch,
+            pages_per_sequence=limits.max_context_len // limits.page_size,
+            ancestor_words=limits.max_tree_nodes // 32,
+            max_stop_tokens=limits.max_stop_tokens,
+            max_depth=limits.max_tree_depth,
+        )
+        self.bucket = Bucket(limits.max_step_tokens, batch * limits.max_tree_nodes)
+        self._features = np.zeros((limits.max_step_tokens, FEATURE_WIDTH), np.float32)
+
+    def upload(self, works: Sequence[SequenceWork]) -> None:
+        """Checks the works and fills the one buffer that goes to the device."""
+        for work in works:
+            work.validate(self.limits.vocab_size, self.limits.page_size)
+        pack(works, self.shape, self.bucket)
+
+    def results(self, works: Sequence[SequenceWork]) -> dict[str, npt.NDArray[np.generic]]:
+        """As they would come back."""
+        packing = self.shape.results()
+        small = packing.views(np.zeros(packing.size, np.int32))
+        small["emitted"][:] = 1
+        node = 0
+        for slot, work in enumerate(works):
+            accepted = min(NUM_ACCEPTED, max(0, work.num_nodes - 1))
+            small["num_accepted"][slot] = accepted
+            small["accepted"][slot, :accepted] = np.arange(node + 1, node + 1 + accepted)
+            node += work.num_nodes
+        return small
+
+    def download(
+        self, works: Sequence[SequenceWork], small: dict[str, npt.NDArray[np.generic]]
+    ) -> list[SequenceOutcome]:
+        return cut_outcomes(works, small, top=None, prompt=None, features=self._features)
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
-        return [self._outcome(work) for work in works]
-
-    def _outcome(self, work: SequenceWork) -> SequenceOutcome:
-        accepted = min(NUM_ACCEPTED, max(0, work.num_nodes - 1))
-        emitted = accepted + 1 if work.samples else 0
-        committed = work.num_causal + accepted
-        return SequenceOutcome(
-            tokens=np.ones(emitted, np.int32),
-            margins=np.ones(emitted, np.float32),
-            logprobs=np.zeros(emitted, np.float32),
-            accepted_nodes=np.arange(1, accepted + 1, dtype=np.int32),
-            num_nodes=work.num_nodes,
-            num_committed=committed,
-            features=np.zeros((committed, FEATURE_WIDTH), np.float32),
-        )
+        self.upload(works)
+        return self.download(works, self.results(works))
 
 
-def _machine(batch: int) -> VerifyMachine:
+def _machine(batch: int) -> tuple[VerifyMachine, TrivialEngine]:
     limits = VerifyLimits(
         vocab_size=32000,
         max_context_len=8192,
@@ -64,7 +96,7 @@ def _machine(batch: int) -> VerifyMachine:
     )
     machine = VerifyMachine(limits)
     machine.connect(1)
-    return machine
+    return machine, TrivialEngine(batch, limits)
 
 
 def _open(ids: Sequence[bytes]) -> bytes:
@@ -100,14 +132,18 @@ def _trees(ids: Sequence[bytes], round_: int, kv_len: int, num_nodes: int) -> by
 
 
 def _one_step(machine: VerifyMachine, engine: TrivialEngine, frame: bytes) -> list[float]:
-    """Seconds of decode + handle, plan, retire, features + encode; the engine's own left out."""
+    """Seconds of decode + handle, plan, upload, download, retire, features + encode."""
     marks = [time.thread_time()]
     commands, _ = decode_request(1, verify_pb2.VerifyRequest.FromString(frame))
     machine.handle(1, commands, marks[0])
     marks.append(time.thread_time())
     works = machine.plan(marks[-1]).works
     marks.append(time.thread_time())
-    outcomes = engine.run(works)
+    engine.upload(works)
+    marks.append(time.thread_time())
+    small = engine.results(works)
+    marks.append(time.thread_time())
+    outcomes = engine.download(works, small)
     marks.append(time.thread_time())
     events = machine.retire(works, outcomes, marks[-1])
     marks.append(time.thread_time())
@@ -116,12 +152,12 @@ def _one_step(machine: VerifyMachine, engine: TrivialEngine, frame: bytes) -> li
         pass
     marks.append(time.thread_time())
     seconds = np.diff(marks)
-    return [seconds[0], seconds[1], seconds[3], seconds[4]]
+    return np.delete(seconds, 3).tolist()  # without the stand-in for the device
 
 
 def measure(batch: int, num_nodes: int, steps: int) -> dict[str, float]:
     """Milliseconds per step."""
-    machine, engine = _machine(batch), TrivialEngine()
+    machine, engine = _machine(batch)
     ids = [i.to_bytes(16, "big") for i in range(batch)]
     commands, _ = decode_request(1, verify_pb2.VerifyRequest.FromString(_open(ids)))
     machine.handle(1, commands, 0.0)
@@ -135,7 +171,7 @@ def measure(batch: int, num_nodes: int, steps: int) -> dict[str, float]:
     machine.check_balance()
     milliseconds = np.array(parts) * 1e3
     total = milliseconds.sum(axis=1)
-    names = ("decode_and_handle", "plan", "retire", "encode_and_features")
+    names = ("decode_and_handle", "plan", "upload", "download", "retire", "encode_and_features")
     medians = dict(zip(names, np.median(milliseconds, axis=0).round(4).tolist(), strict=True))
     return {
         "batch": batch,
@@ -147,7 +183,7 @@ def measure(batch: int, num_nodes: int, steps: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", default="1,4,16")
+    parser.add_argument("--batch", default="1,16,64")
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()

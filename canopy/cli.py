@@ -135,14 +135,14 @@ def _serve_all(parsed: argparse.Namespace) -> int:
     settings = StackSettings(
         model=model,
         head=head,
-        num_verify=max(1, parsed.num_verify),
-        num_draft=max(1, parsed.num_draft),
+        num_verify=parsed.num_verify,
+        num_draft=parsed.num_draft,
         flags={"router": router},
     )
     with Stack(settings) as stack:
         print(json.dumps({"event": "serving", "address": stack.address}), flush=True)
         try:
-            stack.wait()
+            stack.watch(lambda line: print(f"canopy: {line}", file=sys.stderr, flush=True))
         except Stopped:  # the way to stop it
             return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -23,8 +23,10 @@ from canopy.results import (
     Round,
     Speculation,
     Timings,
+    TopLogprobs,
 )
 from canopy.v1 import generation_pb2 as pb
+from canopy.v1.types_pb2 import TokenLogprobs
 
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "min_tokens"),
@@ -61,6 +63,7 @@ def to_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     for token, bias in options.logit_bias.items():
         with _named("logit_bias", (token, bias)):
             request.sampling.logit_bias[token] = bias
+    _set(request, "prompt_logprobs", options.prompt_logprobs)
     if options.logprobs or options.top_logprobs:
         request.logprobs = True
         _set(request, "top_logprobs", options.top_logprobs)
@@ -118,12 +121,16 @@ def to_event(response: pb.GenerateResponse) -> Chunk | Completion:
         token_ids=tuple(chunk.token_ids),
         pick_margins=tuple(chunk.pick_margins),
         logprobs=tuple(chunk.logprobs),
-        top_logprobs=tuple(
-            tuple(zip(place.tokens, place.logprobs, strict=True)) for place in chunk.top_logprobs
-        ),
+        top_logprobs=_top_logprobs(chunk.top_logprobs),
+        prompt_logprobs=tuple(chunk.prompt_logprobs),
+        prompt_top_logprobs=_top_logprobs(chunk.prompt_top_logprobs),
         round=_to_round(chunk.trace) if chunk.HasField("trace") else None,
         choice_index=chunk.choice_index,
     )
+
+
+def _top_logprobs(places: Iterable[TokenLogprobs]) -> tuple[TopLogprobs, ...]:
+    return tuple(tuple(zip(place.tokens, place.logprobs, strict=True)) for place in places)
 
 
 def _to_round(trace: pb.RoundTrace) -> Round:
@@ -206,6 +213,8 @@ def _join(chunks: list[Chunk], completion: Completion) -> Generation:
         completion=completion,
         logprobs=tuple(value for chunk in chunks for value in chunk.logprobs),
         top_logprobs=tuple(place for chunk in chunks for place in chunk.top_logprobs),
+        prompt_logprobs=tuple(value for chunk in chunks for value in chunk.prompt_logprobs),
+        prompt_top_logprobs=tuple(place for chunk in chunks for place in chunk.prompt_top_logprobs),
         rounds=tuple(chunk.round for chunk in chunks if chunk.round is not None),
     )
 

@@ -51,6 +51,7 @@ class Options:
     pick_margins: bool = False
     logprobs: bool = False
     top_logprobs: int = 0  # of so many likeliest tokens; sets logprobs
+    prompt_logprobs: int | None = None  # of the prompt's tokens, and of so many likeliest at each
 
 
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -88,6 +89,8 @@ class Chunk:
     pick_margins: tuple[float, ...] = ()
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()  # from the second token on, in the first chunk
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
     round: Round | None = None
     choice_index: int = 0
 
@@ -145,6 +148,8 @@ class Generation:
     rounds: tuple[Round, ...] = field(default=(), repr=False)
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 class CanopyError(Exception):

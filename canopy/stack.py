@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,8 @@ MODULES = {"verify": "verify_service", "draft": "draft_service", "router": "rout
 START_SECONDS = 1200.0
 """Long enough to compile on two busy cores."""
 STOP_SECONDS = 30.0
+MAX_RESTARTS, RESTARTS_SECONDS = 3, 600.0
+"""So many times within so long an engine that ends is started anew; once more is too often."""
 _STOP_ORDER = ("router", "draft", "verify")
 
 
@@ -134,6 +136,10 @@ class Stack:
     """The running services; a context manager that ends them, also on SIGINT and SIGTERM."""
 
     def __init__(self, settings: StackSettings) -> None:
+        """Raises StartupError for settings out of range."""
+        for field_name in ("num_verify", "num_draft"):
+            if (count := getattr(settings, field_name)) < 1:
+                raise StartupError(f"{field_name}: {count} replicas; ask for at least 1")
         self._settings = settings
         self.children: dict[str, Child] = {}
         self._undo = ExitStack()
@@ -180,6 +186,12 @@ class Stack:
         child.process.wait()
         child.close()
 
+    def freeze(self, name: str) -> None:
+        """Stops a child where it is (SIGSTOP): silent, its connections open, as if its host died.
+        `kill` ends it.
+        """
+        self.children[name].process.send_signal(signal.SIGSTOP)
+
     def restart(self, name: str) -> Child:
         """Starts a killed child anew on the port it had; returns before it serves."""
         before = self.children[name]
@@ -188,12 +200,28 @@ class Stack:
         child = self.children[name] = Child(name, flags, self._settings.show_logs)
         return child
 
-    def wait(self) -> NoReturn:
-        """Blocks until a child ends by itself. Raises StartupError naming it."""
+    def watch(self, report: Callable[[str], None]) -> NoReturn:
+        """Starts engines that end by themselves anew, as an orchestrator would, and says so.
+
+        The router goes on meanwhile: root-only without a draft, on another replica without a
+        verify. Raises StartupError naming the child, when it is the router, when it had not come to
+        serve, and when it ends again and again.
+        """
+        restarts: dict[str, list[float]] = {}
         while True:
-            for child in self.children.values():
-                if child.process.poll() is not None:
-                    raise StartupError(child.last_words())
+            for name, child in list(self.children.items()):
+                if child.process.poll() is None:
+                    continue
+                now, reason = time.monotonic(), child.last_words()
+                recent = [at for at in restarts.get(name, ()) if now - at < RESTARTS_SECONDS]
+                if name == "router" or "serving" not in child.announced:
+                    raise StartupError(reason)
+                if len(recent) == MAX_RESTARTS:
+                    raise StartupError(f"{reason}; it was started {MAX_RESTARTS} times anew before")
+                restarts[name] = [*recent, now]
+                report(f"{reason}; starting it anew")
+                child.close()
+                self.restart(name)
             time.sleep(0.2)
 
     def stop(self, grace_seconds: float = STOP_SECONDS) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import platform
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -176,6 +176,11 @@ class Metrics:
         self.definitions.append(Definition("canopy_build_info", "gauge", help_text, tuple(labels)))
         build = Gauge("canopy_build_info", help_text, labels, registry=self.registry)
         build.labels(self.service, version, platform.python_version()).set(1)
+
+    def add_event_loop(self, num_tasks: Callable[[], int]) -> None:
+        """`num_tasks` is asked at each scrape."""
+        gauge = self.gauge("event_loop_tasks", "Tasks of the process's event loop, calls included")
+        gauge.set_function(num_tasks)
 
     def add_certificate(self, cert: Path | None) -> None:
         """When the server's certificate ends, looked up at each scrape; +Inf without TLS."""

@@ -25,6 +25,10 @@ class PageKeys:
         self._first = hashlib.sha256(salt).digest()
         self._keys: list[bytes] = []
 
+    def has_salt_of(self, other: PageKeys) -> bool:
+        """Whether rows of one may be the other's."""
+        return self._first == other._first
+
     def of(self, tokens: Sequence[int], num_pages: int) -> list[bytes]:
         """Keys of the first `num_pages` pages of a sequence that begins with `tokens`.
 

@@ -99,6 +99,15 @@ class PagePool:
             elif self._state[page] is not PageState.LIVE:
                 raise ValueError(f"page {page} is {self._state[page].name}; only held pages commit")
 
+    def commit_first(self, pages: Sequence[int], num_pages: int) -> None:
+        """The same for the first pages of a sequence, which gets its rows in order: what stands
+        before a page with rows has them, too.
+        """
+        first = num_pages
+        while first and self._state[pages[first - 1]] is PageState.RESERVED:
+            first -= 1
+        self.commit(pages[first:num_pages])
+
     def release(self, pages: Iterable[int]) -> None:
         """Gives back one reference to each. The last frees the page, or caches it if published."""
         for page in pages:

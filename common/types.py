@@ -94,7 +94,8 @@ class SamplingParams:
 
     In this order: penalties, `logit_bias`, `min_tokens`, temperature, top_k, top_p, min_p.
     `logit_bias`: (token, what is added to its logit), each token once. `logprobs`: of every emitted
-    token, and with `top_logprobs` of so many likeliest ones beside it.
+    token, and with `top_logprobs` of so many likeliest ones beside it. `prompt_logprobs`: of the
+    prompt's tokens from the second on, and of so many likeliest ones beside each; None: not.
     """
 
     temperature: float = 0.0
@@ -110,6 +111,7 @@ class SamplingParams:
     min_tokens: int = 0  # stop tokens are not picked before
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -141,9 +143,7 @@ class SamplingParams:
             if not (-2.0 <= value <= 2.0):
                 raise ValueError(f"{name}: {value} is outside [-2, 2]")
         if not (0.01 <= self.repetition_penalty <= 10.0):  # logits stay far from overflow
-            raise ValueError(
-                f"repetition_penalty: {self.repetition_penalty} is outside [0.01, 10]"
-            )
+            raise ValueError(f"repetition_penalty: {self.repetition_penalty} is outside [0.01, 10]")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise ValueError(
                 f"logit_bias: {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIASES}"
@@ -156,6 +156,10 @@ class SamplingParams:
         if not (0 <= self.top_logprobs <= MAX_TOP_LOGPROBS):
             raise ValueError(
                 f"top_logprobs: {self.top_logprobs} is outside [0, {MAX_TOP_LOGPROBS}]"
+            )
+        if not (0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS):
+            raise ValueError(
+                f"prompt_logprobs: {self.prompt_logprobs} is outside [0, {MAX_TOP_LOGPROBS}]"
             )
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: set without logprobs; set that as well")

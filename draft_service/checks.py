@@ -21,6 +21,8 @@ def check_open(command: Open, limits: DraftLimits) -> None:
             f"max_total_tokens: {command.max_total_tokens} is outside [{num_tokens},"
             f" {limits.max_context_len}]; it must hold the tokens sent and stay within the context"
         )
+    if not 0.0 <= command.temperature <= 100.0:  # also refuses NaN
+        raise _invalid(f"sampling.temperature: {command.temperature} is outside [0, 100]")
     if not 0 <= command.features_from <= num_tokens:
         raise _invalid(
             f"features_from: {command.features_from} is outside [0, {num_tokens}], the tokens sent"

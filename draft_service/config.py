@@ -7,14 +7,15 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from common.config import IntList, ServiceConfig
+from common.config import IntList
+from common.device_config import DeviceConfig
 from common.types import TreeShape
 
 SPARE_NODES = 3
 """Nodes grown beyond those sent, for each outcome: some hang on others that are not sent."""
 
 
-class DraftConfig(ServiceConfig):
+class DraftConfig(DeviceConfig):
     """Settings of the draft service: an EAGLE-3 head, which grows trees of likely tokens."""
 
     SERVICE: ClassVar[str] = "draft"
@@ -32,14 +33,21 @@ class DraftConfig(ServiceConfig):
     aux_reading: Literal["", "boundaries", "outputs"] = Field(
         "", description="How to read the head's layer ids; empty: as its files say."
     )
-    platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="Where the head runs.")
-    chip: str = Field("", description="TPU generation, as v5e; required on TPU.")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of weights, KV and features; the features' as verify sends them."
     )
     max_depth: int = Field(5, ge=1, le=16, description="Levels of a tree below its root.")
     top_k: int = Field(4, ge=1, le=32, description="Children per node, and nodes kept per level.")
     max_nodes: int = Field(16, ge=2, le=128, description="Nodes of a tree, root included.")
+    attention_window_tokens: int = Field(
+        0,
+        ge=0,
+        description="The head attends to so many tokens back, if its files name no fewer;"
+        " 0: to all. At long contexts its reads cost more than its weights.",
+    )
+    shared_noise: bool = Field(
+        True, description="Order candidates with the noise that the target samples with."
+    )
     draft_ahead: int = Field(
         0,
         ge=0,
@@ -74,14 +82,9 @@ class DraftConfig(ServiceConfig):
     gather_seconds: float = Field(
         0.001, ge=0, le=1, description="A step waits this long for features that are on their way."
     )
-    compile_cache: str = Field(
-        "~/.cache/canopy/programs", description="Directory of compiled programs; empty: none."
-    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.platform == "tpu" and not self.chip:
-            raise ValueError("chip: not set; --platform tpu needs --chip, as v5e, v6e or tpu7x")
         most = self.top_k + (self.max_depth - 1) * self.top_k**2 + 1
         if self.max_nodes > most:
             raise ValueError(

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from common.types import TreeShape
-from draft_service.scoring import score
+from draft_service.scoring import best_tokens, own_targets, score
+from draft_service.shared_noise import SharedNoise, with_noise
 from kernels.backend import Backend
 from kernels.build_tree.api import build_tree
 from kernels.build_tree.types import BuiltTree
@@ -104,19 +105,21 @@ def expand(
     backend: Backend,
     chip: Chip | None,
     stem: Stem | None = None,
+    noise: SharedNoise | None = None,
 ) -> BuiltTree:
     """B trees of up to shape.max_nodes nodes.
 
     last_states [B, H] and last_logits float32 [B, draft vocabulary]: of each sequence's last pair,
-    or the end of its stem; root_tokens int32 [B]. Slots at num_live and beyond give trees that mean
-    nothing.
+    or the end of its stem; root_tokens int32 [B]; `noise`: that the target will pick with. Slots at
+    num_live and beyond give trees that mean nothing.
     """
     batch, k = last_states.shape[0], shape.top_k
     num_stem = 0 if stem is None else stem.rows.shape[2]
     # The stem's, and what the head runs on: all levels but the deepest.
     num_rows = num_stem + max(1, shape.max_depth - 1) * k
     num_words = -(-num_rows // 32)
-    scores, tokens = _children(config, params, last_logits, k)
+    last_logits = with_noise(last_logits, own_targets(config, params), noise, 0)
+    scores, tokens = best_tokens(config, params, last_logits, k)
     frontier = Frontier(
         tokens=tokens,
         scores=scores,
@@ -134,14 +137,14 @@ def expand(
         frontier = frontier._replace(
             bits=frontier.bits | above.sum(axis=1, dtype=jnp.uint32)[:, None]
         )
-    spec = config.attention
+    spec = config.local_attention
     rows_shape = (config.num_layers, batch, num_rows, spec.num_kv_heads, 2 * spec.head_dim)
 
     def next_level(carry: Level, level: jax.Array) -> tuple[Level, Candidates]:
         first = num_stem + (level - 1) * k
         place = (level - 1) if stem is None else stem.lens + (level - 1)
         at = Place(level, first, prefix.kv_lens + place)
-        return _expand_level(config, params, prefix, carry, at, backend, chip)
+        return _expand_level(config, params, prefix, carry, at, noise, backend, chip)
 
     # A loop and not an unrolled chain: one level is compiled, however deep the tree.
     rows = jnp.zeros(rows_shape, last_states.dtype)
@@ -172,6 +175,7 @@ def _expand_level(
     prefix: Prefix,
     carry: Level,
     at: Place,
+    noise: SharedNoise | None,
     backend: Backend,
     chip: Chip | None,
 ) -> tuple[Level, Candidates]:
@@ -180,7 +184,8 @@ def _expand_level(
     batch, k = frontier.tokens.shape
     outs, rows = _run(config, params, prefix, carry, at, backend, chip)
     logits = score(config, params, outs.reshape(batch * k, -1))
-    logps, tokens = _children(config, params, logits, k)
+    logits = with_noise(logits, own_targets(config, params), noise, at.level)
+    logps, tokens = best_tokens(config, params, logits, k)
     scores = frontier.scores[:, :, None] + logps.reshape(batch, k, k)
     children = Candidates(
         scores.reshape(batch, k * k),
@@ -188,20 +193,6 @@ def _expand_level(
         tokens.reshape(batch, k * k),
     )
     return Level(_next_frontier(frontier, children, outs, at), rows), children
-
-
-def _children(
-    config: HeadConfig, params: Params, logits: jax.Array, top_k: int
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities float32 and target ids int32 [N, K] of the best next tokens.
-
-    The top-k is of the 2-D logits, the fast call on every device, and no vocabulary-wide softmax is
-    written out. Not a number counts as impossible, so that it cannot take a better one's place.
-    """
-    best, ids = lax.top_k(logits, top_k)
-    logps = best - jax.nn.logsumexp(logits, axis=1, keepdims=True)
-    logps = jnp.where(jnp.isnan(logps), -jnp.inf, logps)
-    return logps, jnp.take(params["draft_to_target"], ids, axis=0, mode="clip")
 
 
 def _run(

@@ -187,6 +187,8 @@ class DraftMachine:
             features_from=features_from,
             shape=checks.shape_within(command.tree, self._limits.tree),
             max_total_tokens=command.max_total_tokens,
+            temperature=command.temperature if self._limits.shared_noise else 0.0,
+            seed=command.seed,
             features=FeatureStore(features_from, self._limits.recent_rows),
             page_keys=keys,
             pages=found,

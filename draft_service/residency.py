@@ -93,7 +93,7 @@ class Residency:
     def settle(self, sequence: DraftSequence) -> None:
         """After a step: pages with committed rows become live, full ones are published."""
         self._end_copy(sequence)
-        self._pool.commit(sequence.pages[: self._limits.pages_for(sequence.kv_len)])
+        self._pool.commit_first(sequence.pages, self._limits.pages_for(sequence.kv_len))
         full = sequence.kv_len // self._limits.page_size
         if self._limits.prefix_cache and sequence.features_from == 0:
             keys = sequence.page_keys.of(sequence.tokens, full)

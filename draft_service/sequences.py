@@ -11,11 +11,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from common.page_keys import PageKeys
-from common.types import DraftTree, SequenceState, TreeShape
+from common.types import GREEDY_TEMPERATURE, DraftTree, SequenceState, TreeShape
 from draft_service.commands import Command
 from draft_service.events import GrownTree
 from draft_service.features import FeatureStore
 from draft_service.foresight import ForeseenTrees, Foresight
+from draft_service.step import NoiseKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class DraftSequence:
     shape: TreeShape  # of Open, within the engine's
     max_total_tokens: int
     features: FeatureStore
+    temperature: float = 0.0  # of the target's picks; 0: candidates by the head alone
+    seed: int = 0
     page_keys: PageKeys
     next_round: int = 0
 
@@ -120,6 +123,13 @@ class DraftSequence:
         """Forgets the tree that the router has."""
         if self.grown is not None and self.grown.round <= acked_round:
             self.grown = None
+
+    @property
+    def noise(self) -> NoiseKey | None:
+        """The noise of the target's next pick; None: it is greedy."""
+        if self.temperature < GREEDY_TEMPERATURE:
+            return None
+        return NoiseKey(self.seed, self.temperature, self.committed_len)
 
     def forget_foresight(self) -> None:
         self.foresight = self.foreseen = None

@@ -26,6 +26,17 @@ FeatureArray = npt.NDArray[Any]
 NONE_GUESSED: Int32Array = np.zeros(0, np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class NoiseKey:
+    """What the target's noise depends on. `seed`: 64 bits, the choice's own. `pick_position`: of
+    the token that the target picks behind the last of a work's `tokens`.
+    """
+
+    seed: int
+    temperature: float
+    pick_position: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceWork:
     """One sequence's part of a step.
@@ -35,7 +46,8 @@ class SequenceWork:
     page j holds places [j·page_size, (j+1)·page_size), reserved for kv_len + n. If it drafts, the
     root of the tree is the last of `tokens`; or, with `guessed` int32 [m], tokens that are thought
     to follow and have no features yet, the last of those: the head reads them on its own states,
-    and what it computes for them never enters the pages. `page_copy`: a page of others and one of
+    and what it computes for them never enters the pages. `noise`: that children are ordered with;
+    None: by the head's probabilities alone. `page_copy`: a page of others and one of
     `page_ids`, into which the first is copied, all layers, before anything else happens.
     """
 
@@ -47,6 +59,7 @@ class SequenceWork:
     page_copy: tuple[int, int] | None = None
     drafts: bool
     guessed: Int32Array = field(default_factory=lambda: NONE_GUESSED)
+    noise: NoiseKey | None = None
 
     @property
     def num_rows(self) -> int:

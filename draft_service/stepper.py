@@ -274,6 +274,7 @@ class Stepper:
             page_ids=np.array(sequence.pages, np.int32),
             page_copy=sequence.copy,
             drafts=drafts,
+            noise=sequence.noise if drafts else None,
         )
         wish = sequence.pending if drafts else None
         launched = _Launched(sequence, wish, sequence.committed_len, now)

@@ -58,6 +58,8 @@ class Emitted:
     trace: RoundTrace | None
     logprobs: Sequence[float] = ()
     top_logprobs: Sequence[TopLogprobs] = ()
+    prompt_logprobs: Sequence[float] = ()
+    prompt_top_logprobs: Sequence[TopLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)

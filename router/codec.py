@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from canopy.v1 import draft_pb2, types_pb2, verify_pb2
-from common.types import ErrorCode, SamplingParams, SequenceState, TreeShape
+from common.types import ErrorCode, SamplingParams, SequenceState, TopLogprobs, TreeShape
 from router.messages import (
     Close,
     DraftAttach,
@@ -70,6 +72,7 @@ def _verify_open(command: VerifyOpen) -> verify_pb2.VerifyOpen:
         wants_features=command.wants_features,
         logprobs=command.sampling.logprobs,
         top_logprobs=command.sampling.top_logprobs,
+        prompt_logprobs=command.prompt_logprobs,
         cache_salt=command.cache_salt,
         choice_index=command.choice_index,
         fork_of=command.fork_of or b"",
@@ -95,6 +98,7 @@ def encode_draft(command: DraftCommand) -> draft_pb2.DraftCommand:
             message.open.max_total_tokens = command.max_total_tokens
             message.open.features_from = command.features_from
             message.open.cache_salt = command.cache_salt
+            message.open.choice_index = command.choice_index
         case DraftAttach():
             message.attach.SetInParent()
         case Rollback():
@@ -151,13 +155,12 @@ def decode_verify(event: verify_pb2.VerifyEvent) -> VerifyEvent | None:
                 *(body.num_nodes, tuple(body.accepted_nodes)),
                 *(body.step_seconds, body.queue_seconds),
                 tuple(body.logprobs),
-                tuple(
-                    tuple(zip(place.tokens, place.logprobs, strict=False))
-                    for place in body.top_logprobs
-                ),
+                _top_logprobs(body.top_logprobs),
                 body.wants_tree if body.HasField("wants_tree") else True,
                 body.next_begun,
                 num_cached_tokens=body.num_cached_tokens,
+                prompt_logprobs=tuple(body.prompt_logprobs),
+                prompt_top_logprobs=_top_logprobs(body.prompt_top_logprobs),
             )
         case "state":
             return StateReport(event.sequence_id, event.epoch, _state(event.state))
@@ -200,6 +203,10 @@ def _failed(sequence_id: bytes, epoch: int, error: types_pb2.SequenceError) -> S
     except ValueError:  # the code of a newer service
         code = ErrorCode.INTERNAL
     return SequenceFailed(sequence_id, epoch, code, error.message, error.round, _state(error.state))
+
+
+def _top_logprobs(places: Iterable[types_pb2.TokenLogprobs]) -> tuple[TopLogprobs, ...]:
+    return tuple(tuple(zip(place.tokens, place.logprobs, strict=False)) for place in places)
 
 
 def _state(state: types_pb2.SequenceState) -> SequenceState:

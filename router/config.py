@@ -88,7 +88,7 @@ class RouterConfig(ServiceConfig):
     tree_top_k: int = Field(8, ge=1, le=64, description="Default children considered per node.")
     tree_nodes: int = Field(16, ge=1, le=256, description="Default nodes of a tree with the root.")
     tree_seconds: float = Field(
-        1.0, gt=0, le=60, description="Wait for a tree before a round goes without one."
+        0.5, gt=0, le=60, description="Wait for a tree before a round goes without one."
     )
     catch_up_tokens: int = Field(
         2048, ge=1, description="How far back a draft begins that is opened in mid-generation."
@@ -104,6 +104,13 @@ class RouterConfig(ServiceConfig):
         ge=0,
         le=3600,
         description="Time for a lost verify to be back before another replica takes over.",
+    )
+    silence_seconds: float = Field(
+        3.0,
+        ge=0.2,
+        le=3600,
+        description="A replica that answers no ping for so long is lost; one whose process died is"
+        " so at once.",
     )
     draft_wait_seconds: float = Field(
         60.0, ge=0, le=3600, description="At start, wait this long for the draft, then go without."

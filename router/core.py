@@ -136,7 +136,7 @@ class RouterCore:
         try:
             self._num_opening += count
             try:
-                tokens = await encode(checked.prompt, self._tokenizer)
+                tokens = await encode(checked.prompt, self._tokenizer, limits.max_context_len)
             finally:
                 self._num_opening -= count
             self._admit(checked, caller)  # time has passed

@@ -31,9 +31,10 @@ class DraftLink(Link[draft_pb2.DraftCommand, draft_pb2.DraftEvent]):
         max_message_bytes: int,
         listener: LinkListener[draft_pb2.DraftEvent],
         security: CallerSecurity,
+        silence_seconds: float,
         check: Callable[[draft_pb2.GetDraftInfoResponse], str | None],
     ) -> None:
-        super().__init__(address, max_message_bytes, listener, security)
+        super().__init__(address, max_message_bytes, listener, security, silence_seconds)
         self.info: draft_pb2.GetDraftInfoResponse | None = None
         self.num_feature_bytes = 0
         self._check = check

@@ -98,6 +98,7 @@ class DraftSide:
         self._misses = 0
         self._failures = 0
         self._skip_until = 0  # rounds below run without it
+        self.is_catching_up = False  # opened in mid-generation, no tree since
 
     # -- what the machine asks of it
 
@@ -180,7 +181,7 @@ class DraftSide:
         if event.epoch != self.epoch or event.round != self._outstanding:
             return False
         self._outstanding, self._answered = None, event.round
-        self._failures = 0
+        self._failures, self.is_catching_up = 0, False
         if event.round != awaited:
             return False
         self._misses = 0
@@ -288,6 +289,7 @@ class DraftSide:
 
     def _open(self, tokens: Sequence[int], features_from: int) -> DraftOpen:
         self.stage = DraftStage.OPENING
+        self.is_catching_up = bool(self.epoch) or len(tokens) > len(self._generation.prompt_tokens)
         self.epoch += 1
         self._known_len = len(tokens)
         self._features_next = features_from
@@ -303,6 +305,7 @@ class DraftSide:
             min(self._generation.max_total_tokens, self.settings.max_context_len),
             features_from,
             self._generation.cache_salt,
+            self._generation.choice_index,
         )
 
     def _lose(self, round_: int, pause_rounds: int) -> None:

@@ -69,6 +69,7 @@ class Fleet:
         self._max_message_bytes = config.max_message_bytes
         self._security = config.peer_security
         self._security.check("peer_")
+        self._silence_seconds = config.silence_seconds
         self._resolve_seconds = config.resolve_seconds
         self._verify_names = list(filter(None, map(parse_name, config.verify)))
         self._draft_names = list(filter(None, map(parse_name, config.draft)))
@@ -92,7 +93,8 @@ class Fleet:
         )
         security = replace(self._security, server_name=server_name)
         link = VerifyLink(
-            *(address, self._max_message_bytes, listener, security, self._check_verify),
+            *(address, self._max_message_bytes, listener, security, self._silence_seconds),
+            self._check_verify,
             lambda block, returned: told.on_features(link, block, returned),
         )
         return link
@@ -109,7 +111,10 @@ class Fleet:
             on_sent=told.note_turnaround,
         )
         security = replace(self._security, server_name=server_name)
-        link = DraftLink(address, self._max_message_bytes, listener, security, self._check_draft)
+        link = DraftLink(
+            *(address, self._max_message_bytes, listener, security, self._silence_seconds),
+            self._check_draft,
+        )
         return link
 
     def _on_down(self, tell: Callable[[Any], None], link: VerifyLink | DraftLink) -> None:

@@ -102,13 +102,15 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
         max_message_bytes: int,
         listener: LinkListener[EventMessage],
         security: CallerSecurity,
+        silence_seconds: float,
     ) -> None:
+        """`silence_seconds`: without an answer to pings for so long, the peer is lost."""
         self.peer = PeerState(address, self.role)
         self.counts = LinkCounts()
         self._listener = listener
         self._security = security
         self._options = [
-            *channel_options(max_message_bytes),
+            *channel_options(max_message_bytes, silence_seconds),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
@@ -291,7 +293,7 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
             async for response in call:
                 ready = response.status == serving
                 if ready != self.peer.ready:
-                    self.peer.ready, self.peer.reason = ready, "" if ready else "it is draining"
+                    self.peer.ready, self.peer.reason = ready, "" if ready else "draining"
                     self._listener.on_change()
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:

@@ -279,6 +279,8 @@ class GenerationMachine:
             trace,
             event.logprobs[:count],
             event.top_logprobs[:count],
+            event.prompt_logprobs,
+            event.prompt_top_logprobs,
         )
         if taken.finished is not None:
             return [emitted, taken.finished, *self._end()]
@@ -331,6 +333,8 @@ class GenerationMachine:
         extend = self._draft.extend(self.round, self.tokens)
         if extend is None:
             return actions + self._go_root_only(now)
+        if self._draft.is_catching_up:  # its tree will tell when it has; nobody waits for that
+            return [*actions, ToDraft(extend), *self._go_root_only(now)]
         self._sent_at = now
         self._tree_deadline = now + self._draft.settings.deadline_seconds
         return [*actions, ToDraft(extend)]

@@ -38,6 +38,7 @@ class VerifyOpen(_Command):
     round: int
     wants_features: bool
     cache_salt: bytes = b""
+    prompt_logprobs: int | None = None
     choice_index: int = 0
     fork_of: bytes | None = None
 
@@ -85,6 +86,7 @@ class DraftOpen(_Command):
     max_total_tokens: int
     features_from: int
     cache_salt: bytes = b""
+    choice_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,8 @@ class RoundResult(_Addressed):
     """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus. `logprobs` and
     `top_logprobs` have one entry per token where they were asked for, else none. `wants_tree`:
     verify's advice for the next round. `next_begun`: it runs already, with a foreseen tree.
-    `num_cached_tokens`: found computed at the Open that this round rode on.
+    `num_cached_tokens`: found computed at the Open that this round rode on; with that
+    comes `prompt_logprobs`, from the second token on, where asked for.
     """
 
     round: int
@@ -148,6 +151,8 @@ class RoundResult(_Addressed):
     wants_tree: bool = True
     next_begun: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: Sequence[float] = ()
+    prompt_top_logprobs: Sequence[TopLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)

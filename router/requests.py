@@ -22,7 +22,7 @@ MAX_STOP_STRING_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHAT_MESSAGES = 4096
 
-_NOT_IN_SAMPLING = ("logprobs", "top_logprobs")
+_NOT_IN_SAMPLING = ("logprobs", "top_logprobs", "prompt_logprobs")
 """Options of a request that stand beside its `sampling`."""
 
 
@@ -131,10 +131,11 @@ def _request_id(request_id: str) -> str:
     if not request_id:
         return secrets.token_hex(16)
     if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not request_id.isprintable():
+        printable = "" if request_id.isprintable() else ", not all of them printable"
         raise RequestError(
             "request_id",
-            f"{len(request_id)} characters; send at most {MAX_REQUEST_ID_CHARACTERS} printable"
-            " ones, or none, and one is made",
+            f"{len(request_id)} characters{printable}; send at most {MAX_REQUEST_ID_CHARACTERS}"
+            " printable ones, or none, and one is made",
         )
     return request_id
 
@@ -213,6 +214,7 @@ def _sampling(request: generation_pb2.GenerateRequest, served: Served) -> Sampli
         logit_bias=tuple(sorted(params.logit_bias.items())),
         logprobs=request.logprobs,
         top_logprobs=request.top_logprobs,
+        prompt_logprobs=(request.prompt_logprobs if request.HasField("prompt_logprobs") else None),
         **given,
     )
     try:
@@ -220,7 +222,8 @@ def _sampling(request: generation_pb2.GenerateRequest, served: Served) -> Sampli
     except ValueError as error:
         field, _, message = str(error).partition(": ")
         prefix = "" if field in _NOT_IN_SAMPLING else "sampling."
-        raise RequestError(f"{prefix}{field}", f"{message}; send a value within") from None
+        remedy = "; send a value within" if "outside" in message else ""
+        raise RequestError(f"{prefix}{field}", f"{message}{remedy}") from None
     return sampling
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from canopy.v1 import generation_pb2
+from canopy.v1 import generation_pb2, types_pb2
+from common.types import TopLogprobs
 from router.actions import Emitted, Finished, FinishReason, RoundTrace
 from router.codec import fill_tree
 from router.generation import Generation
@@ -36,15 +37,20 @@ def encode_chunk(
         if returns.pick_margins:
             chunk.pick_margins.extend(part.pick_margins)
         chunk.logprobs.extend(part.logprobs)
-        for place in part.top_logprobs:
-            entry = chunk.top_logprobs.add()
-            entry.tokens.extend(token for token, _ in place)
-            entry.logprobs.extend(logprob for _, logprob in place)
+        chunk.top_logprobs.extend(map(_top_logprobs, part.top_logprobs))
+        chunk.prompt_logprobs.extend(part.prompt_logprobs)
+        chunk.prompt_top_logprobs.extend(map(_top_logprobs, part.prompt_top_logprobs))
         if part.trace is not None:
             _fill_trace(chunk.trace, part.trace, tokenizer)
     if first and returns.prompt_token_ids:
         chunk.prompt_token_ids.extend(generation.prompt_tokens)
     return response
+
+
+def _top_logprobs(place: TopLogprobs) -> types_pb2.TokenLogprobs:
+    return types_pb2.TokenLogprobs(
+        tokens=[token for token, _ in place], logprobs=[logprob for _, logprob in place]
+    )
 
 
 def encode_completion(finished: Finished, machine: GenerationMachine, now: float) -> Response:

@@ -21,7 +21,8 @@ class ModelTokenizer:
     """Text ↔ token ids of one model. Encoding may run on threads; the rest is for one thread.
 
     `tokenizer_hash`: SHA-256 of tokenizer.json, hex. `stop_token_ids`: where the model ends by
-    itself. `chat_template` None: the model has none.
+    itself. `longest_token`: characters of the longest one, added ones included. `chat_template`
+    None: the model has none.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -36,21 +37,28 @@ class ModelTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.tokenizer_hash = hashlib.sha256(raw).hexdigest()
-        self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = len(vocabulary)
+        self.longest_token = max(map(len, vocabulary), default=1)
         self.stop_token_ids = _stop_token_ids(directory)
         self.chat_template = _chat_template(directory)
         self._decoding = Decoding(self._tokenizer, decoder)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with what the tokenizer adds at its ends (a BOS)."""
-        return list(self._tokenizer.encode(text).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids up to where the assistant speaks. Raises ChatTemplateError."""
         if self.chat_template is None:
             raise ChatTemplateError("the model has no chat template; send text or token_ids")
         text = self.chat_template.render(messages)
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # `encode` would hold the interpreter's lock all the while, `encode_batch` lets go of it.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def detokenizer(self) -> Detokenizer:
         """A fresh one, for one sequence."""
@@ -71,7 +79,7 @@ def _read_bytes(path: Path) -> bytes:
     except OSError as error:
         raise StartupError(
             f"model: cannot read {path} ({error.strerror}); --model must be the target's directory"
-            " with tokenizer.json"
+            " with tokenizer.json and config.json"
         ) from None
 
 
@@ -94,6 +102,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _stop_token_ids(directory: Path) -> tuple[int, ...]:
     """`eos_token_id` of generation_config.json, which outranks config.json; one id or a list."""
+    _read_bytes(directory / "config.json")  # every model has one: without it this is none
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         value = _read_json(path).get("eos_token_id")

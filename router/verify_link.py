@@ -35,11 +35,12 @@ class VerifyLink(Link[verify_pb2.VerifyCommand, verify_pb2.VerifyEvent]):
         max_message_bytes: int,
         listener: LinkListener[verify_pb2.VerifyEvent],
         security: CallerSecurity,
+        silence_seconds: float,
         check: Callable[[verify_pb2.GetVerifyInfoResponse], str | None],
         on_features: Callable[[types_pb2.FeatureBlock, Callable[[int], None]], None],
     ) -> None:
         """`on_features`: gets each block, and what to call when bytes have left the router."""
-        super().__init__(address, max_message_bytes, listener, security)
+        super().__init__(address, max_message_bytes, listener, security, silence_seconds)
         self.info: verify_pb2.GetVerifyInfoResponse | None = None
         self.num_feature_bytes = 0
         self._check, self._on_features = check, on_features

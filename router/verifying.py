@@ -70,9 +70,15 @@ class VerifySide:
             round=round_,
             wants_features=self._wants_features,
             cache_salt=self._generation.cache_salt,
+            prompt_logprobs=self._prompt_logprobs(round_),
             choice_index=self._generation.choice_index,
             fork_of=self._fork_of,
         )
+
+    def _prompt_logprobs(self, round_: int) -> int | None:
+        """Once, with the first round, and of the first choice: all have the same prompt."""
+        first = round_ == 0 and self._generation.choice_index == 0
+        return self._generation.sampling.prompt_logprobs if first else None
 
     def attach(self, features_from: int | None) -> VerifyAttach | None:
         """Takes the sequence over on a new stream. None while the link is down."""

@@ -66,6 +66,7 @@ def quantiles(metric: str, label: str = "", by: str = "") -> list[Query]:
 
 
 R, V, D = "canopy_router", "canopy_verify", "canopy_draft"
+FORESEEN, HIT = f"{V}_foreseen_rounds_total", 'outcome="hit"'
 DRAFTS = rate(f"{R}_spec_decode_num_drafts_total")
 ROOT_ONLY = rate(f"{R}_root_only_rounds_total")
 PER_POS = f"{R}_spec_decode_num_accepted_tokens_per_pos_total"
@@ -266,6 +267,18 @@ SPECULATION = Board(
             limit=0.2,
         ),
         Panel(
+            question="How often is a round's outcome foreseen?",
+            queries=[
+                Query(
+                    expr=f"{rate(FORESEEN, where=HIT)} / {rate(FORESEEN)}",
+                    legend="begun at once, of rounds with trees ahead",
+                ),
+            ],
+            unit="percentunit",
+            note="Draft ahead (the draft's --draft-ahead). Trees that came too late for verify and"
+            " were sent by the router: canopy_router_foreseen_rounds_total beyond these.",
+        ),
+        Panel(
             question="Does waiting for trees pay?",
             queries=[
                 Query(expr=f"avg({V}_wants_trees{{{HERE}}})", legend="replicas that say so"),
@@ -388,6 +401,19 @@ ENGINES = Board(
             ],
             unit="percentunit",
             limit=0.9,
+        ),
+        Panel(
+            question="What share of tokens is found computed?",
+            queries=[
+                Query(
+                    expr=f"{rate(f'{service}_prefix_cache_hit_tokens_total')}"
+                    f" / {rate(f'{service}_prefix_cache_query_tokens_total')}",
+                    legend=name,
+                )
+                for service, name in ((V, "verify"), (D, "draft"))
+            ],
+            unit="percentunit",
+            note="Of prompts, and of what is computed again after a preemption.",
         ),
         Panel(
             question="Is anything put out for want of memory?",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from common.engine_service import hosts_missing
 from common.metrics import Definition, Metrics
 from common.server import Health
 from common.types import TreeShape
@@ -26,12 +27,15 @@ def service_metrics(service: str) -> Metrics:
     metrics = Metrics(service)
     metrics.add_process_metrics("0")
     metrics.add_certificate(None)
+    metrics.add_event_loop(lambda: 0)
     Health((), metrics)
     if service == "router":
         RouterMetrics(metrics)
     elif service == "draft":
+        hosts_missing(metrics)
         DraftMetrics(metrics, TreeShape(max_depth=5, top_k=4, max_nodes=16), 512)
     else:
+        hosts_missing(metrics)
         VerifyMetrics(metrics, 16, 64)
     return metrics
 

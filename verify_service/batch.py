@@ -71,6 +71,19 @@ class BatchShape:
             Field("min_position", (b,)),  # no stop token is picked for positions below
             Field("num_prompt", (b,)),
             Field("num_logprobs", (b,)),  # -1: none; 0: of the picks; more: of so many beside
+            Field("scored", (n,)),  # the prompt's token that follows the node's row
+            Field("num_scored_top", (n,)),  # -1: not wanted; 0: its own; more: so many beside
+        )
+
+    def results(self) -> Packing:
+        """The one transfer back, beside features and what few ask for. D: most accepted nodes."""
+        b, d = self.max_sequences, self.max_depth
+        return Packing(
+            Field("accepted", (b, d)),
+            Field("num_accepted", (b,)),
+            Field("emitted", (b, d + 1)),
+            Field("margins", (b, d + 1), "float32"),
+            Field("logprobs", (b, d + 1), "float32"),
         )
 
 
@@ -85,6 +98,14 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
     v["top_p"][:] = 1.0
     v["repetition"][:] = 1.0
     v["num_logprobs"][:] = -1
+    v["num_scored_top"][:] = -1
+    row = 0
+    for work, nodes in zip(works, scored_nodes(works), strict=True):
+        if work.num_scored:
+            v["node_rows"][nodes] = np.arange(row, row + work.num_scored)
+            v["scored"][nodes] = work.scored
+            v["num_scored_top"][nodes] = work.sampling.prompt_logprobs or 0
+        row += work.num_rows
     row = node = 0
     for slot, work in enumerate(works):
         n, causal = work.num_rows, work.num_causal
@@ -110,6 +131,18 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
     for i, (source, target) in enumerate(copies):
         v["copy_from"][i], v["copy_to"][i] = source, target
     return buffer
+
+
+def scored_nodes(works: Sequence[SequenceWork]) -> list[slice]:
+    """Where the scored rows of each work stand among the nodes: behind all trees."""
+    if not any(work.num_scored for work in works):
+        return [slice(0, 0)] * len(works)
+    places = []
+    first = sum(work.num_nodes for work in works)
+    for work in works:
+        places.append(slice(first, first + work.num_scored))
+        first += work.num_scored
+    return places
 
 
 def _pack_sequence(v: dict[str, npt.NDArray[np.generic]], slot: int, work: SequenceWork) -> None:
@@ -147,19 +180,21 @@ def _pack_options(v: dict[str, npt.NDArray[np.generic]], slot: int, work: Sequen
 def _offsets(work: SequenceWork) -> npt.NDArray[np.int32]:
     """Position of each row of a block relative to its first."""
     offsets = np.arange(work.num_rows, dtype=np.int32)
-    for row in range(work.num_causal, work.num_rows):
-        offsets[row] = offsets[work.parents[row]] + 1
+    offsets[work.num_causal :] = work.tree_depths()
+    offsets[work.num_causal :] += work.num_causal - 1
     return offsets
 
 
 def _ancestor_words(work: SequenceWork, num_words: int) -> npt.NDArray[np.uint32]:
     """uint32 [tree nodes below the root, W]: bit k stands for block row num_causal + k."""
     causal = work.num_causal
-    count = work.num_rows - causal
-    words = np.zeros((count, num_words), np.uint32)
-    for node in range(count):
-        parent = int(work.parents[causal + node]) - causal
-        if parent >= 0:
-            words[node] = words[parent]
-        words[node, node // 32] |= np.uint32(1 << (node % 32))
-    return words
+    if work.num_rows == causal:
+        return np.zeros((0, num_words), np.uint32)
+    masks: list[int] = []  # of any length; Python's own numbers, for numpy's are slow
+    for node, parent in enumerate(work.parents[causal:].tolist()):
+        above = masks[parent - causal] if parent >= causal else 0
+        masks.append(above | 1 << node)
+    words = [
+        [mask >> shift & 0xFFFFFFFF for shift in range(0, 32 * num_words, 32)] for mask in masks
+    ]
+    return np.array(words, np.uint32)

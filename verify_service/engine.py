@@ -6,15 +6,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from common.group.leader import Leader, in_step
+from common.group.wire import Array
 from common.log import get_logger
-from common.types import TopLogprobs
 from kernels.backend import Backend
 from kernels.chips import Chip
 from kernels.kv_layout import pages_bytes, pages_shape
@@ -22,7 +22,8 @@ from models.config import TargetConfig
 from models.layers import Params
 from models.sharding import PAGES_SPEC
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
-from verify_service.program import DeviceState, SplitStep, StepParts, WholeStep
+from verify_service.outcomes import HostArrays, cut_outcomes
+from verify_service.program import DeviceState, SplitStep, StepOutput, StepParts, WholeStep
 from verify_service.slots import Slots
 from verify_service.step import SequenceOutcome, SequenceWork
 
@@ -78,7 +79,9 @@ class EngineConfig:
 
 
 class DeviceEngine:
-    """Implements `step.VerifyEngine`. Called from one thread."""
+    """Implements `step.VerifyEngine`; on the further hosts of a slice, `common.group.life`'s
+    FollowingEngine. Called from one thread.
+    """
 
     def __init__(
         self,
@@ -86,9 +89,13 @@ class DeviceEngine:
         params: Params,
         config: EngineConfig,
         mesh: Mesh | None = None,
+        group: Leader | None = None,
     ) -> None:
-        """`mesh`: where `params` are split over chips (`models.target.load_target`)."""
+        """`mesh`: where `params` are split over chips (`models.target.load_target`). `group`: of
+        the leader of several hosts, who are told of everything that runs on all their devices.
+        """
         self.target, self.config = target, config
+        self._group = group
         self._params = params
         self._mesh = mesh if target.num_shards > 1 else None
         shape = pages_shape(
@@ -100,7 +107,8 @@ class DeviceEngine:
         )
         where = None if self._mesh is None else NamedSharding(self._mesh, PAGES_SPEC)
         self._pages = jnp.zeros(shape, target.dtype, device=where)
-        self._slots = Slots(config.max_sequences, target.stored_vocab_size, self._mesh)
+        num_tokens = target.stored_vocab_size
+        self._slots = Slots(config.max_sequences, num_tokens, self._mesh, group)
         self.pages_bytes = pages_bytes(shape, target.dtype)
         self._buckets = config.buckets()
         self._programs: dict[Bucket, Step] = {}
@@ -121,19 +129,43 @@ class DeviceEngine:
             return []
         bucket = self._bucket_for(works)
         buffer = pack(works, self.config.shape, bucket)
-        program = self._program(bucket)
-        self._slots.prepare(works)
-        out = program(DeviceState(self._pages, self._slots.state), buffer)
+        with in_step(self._group):
+            self._slots.prepare(works)
+            if self._group is not None:
+                number = np.array(self._buckets.index(bucket), np.int32)
+                self._group.tell("step", number, buffer)
+            out = self._run_program(bucket, buffer)
+            outcomes = self._fetch(works, out)
+        self._slots.note(works, outcomes)
+        return outcomes
+
+    def follow(self, operation: str, arrays: Sequence[Array]) -> None:
+        """See `common.group.life.FollowingEngine`."""
+        if operation == "slot":
+            self._slots.set(*arrays)
+        else:
+            number, buffer = arrays
+            out = self._run_program(self._buckets[int(number)], buffer)
+            jax.block_until_ready(out.small)  # type: ignore[no-untyped-call]
+
+    def _run_program(self, bucket: Bucket, buffer: Array) -> StepOutput:
+        out = self._program(bucket)(DeviceState(self._pages, self._slots.state), buffer)
         self._pages, self._slots.state = out.state
+        return out
+
+    def _fetch(self, works: Sequence[SequenceWork], out: StepOutput) -> list[SequenceOutcome]:
+        """A step's results on the host: one transfer, and others for what is asked for."""
         wanted = any(work.wants_features for work in works)
         if wanted:
             out.features.copy_to_host_async()
-        wants_top = any(work.sampling.top_logprobs for work in works)
-        accepted = jax.device_get(out.small | out.top if wants_top else out.small)
-        rows = np.asarray(out.features) if wanted else None
-        outcomes = _outcomes(works, accepted, rows)
-        self._slots.note(works, outcomes)
-        return outcomes
+        small = self.config.shape.results().views(np.asarray(out.small))
+        return cut_outcomes(
+            works,
+            small,
+            top=_fetch(out.top, any(work.sampling.top_logprobs for work in works)),
+            prompt=_fetch(out.prompt, any(work.num_scored for work in works)),
+            features=np.asarray(out.features) if wanted else None,
+        )
 
     def _bucket_for(self, works: Sequence[SequenceWork]) -> Bucket:
         """The smallest bucket that holds the works. Raises ValueError naming what is too large."""
@@ -151,12 +183,17 @@ class DeviceEngine:
                     f"tree: {work.num_nodes} nodes, depth {work.max_depth};"
                     f" at most {config.max_tree_nodes} and {config.max_depth}"
                 )
+            if work.num_nodes + work.num_scored > config.max_tree_nodes:
+                raise ValueError(
+                    f"scored: {work.num_scored} beside {work.num_nodes} nodes; at most"
+                    f" {config.max_tree_nodes} together"
+                )
             if len(work.stop_tokens) > config.max_stop_tokens:
                 raise ValueError(
                     f"stop_tokens: {len(work.stop_tokens)}; at most {config.max_stop_tokens}"
                 )
         num_rows = sum(work.num_rows for work in works)
-        num_nodes = sum(work.num_nodes for work in works)
+        num_nodes = sum(work.num_nodes + work.num_scored for work in works)
         for bucket in self._buckets:
             if bucket.num_rows >= num_rows and bucket.num_nodes >= num_nodes:
                 return bucket
@@ -189,46 +226,5 @@ class DeviceEngine:
         return program
 
 
-def _outcomes(
-    works: Sequence[SequenceWork], accepted: dict[str, Any], features: Any
-) -> list[SequenceOutcome]:
-    """Cuts the step's arrays into the works' outcomes. `features` [T, F] on the host, or None."""
-    outcomes = []
-    row = node = 0
-    for slot, work in enumerate(works):
-        count = int(accepted["num_accepted"][slot]) if work.samples else 0
-        emitted = accepted["emitted"][slot, : count + 1]
-        if not work.samples or emitted[0] < 0:
-            emitted = emitted[:0]
-        num_emitted = emitted.size
-        path = accepted["accepted"][slot, :count] - node
-        rows = None
-        if features is not None and work.wants_features:
-            causal = np.arange(row, row + work.num_causal)
-            rows = features[np.concatenate([causal, row + work.num_causal - 1 + path])]
-        outcomes.append(
-            SequenceOutcome(
-                tokens=emitted,
-                margins=accepted["margins"][slot, :num_emitted],
-                logprobs=accepted["logprobs"][slot, :num_emitted],
-                accepted_nodes=path.astype(np.int32),
-                num_nodes=work.num_nodes,
-                num_committed=work.num_causal + count,
-                features=rows,
-                top_logprobs=_top_logprobs(accepted, slot, work, num_emitted),
-            )
-        )
-        row += work.num_rows
-        node += work.num_nodes
-    return outcomes
-
-
-def _top_logprobs(
-    accepted: dict[str, Any], slot: int, work: SequenceWork, num_emitted: int
-) -> tuple[TopLogprobs, ...]:
-    count = work.sampling.top_logprobs
-    if not count:
-        return ()
-    tokens = accepted["top_tokens"][slot, :num_emitted, :count].tolist()
-    values = accepted["top_logprobs"][slot, :num_emitted, :count].tolist()
-    return tuple(tuple(zip(*place, strict=True)) for place in zip(tokens, values, strict=True))
+def _fetch(arrays: dict[str, jax.Array], wanted: bool) -> HostArrays | None:
+    return jax.device_get(arrays) if wanted else None

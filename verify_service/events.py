@@ -9,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from common.types import ErrorCode, SequenceState, TopLogprobs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Addressed:
-    stream: int
-    sequence_id: bytes
-    epoch: int
+from common.messages import BaseEvent
+from common.messages import Closed as Closed
+from common.messages import Failed as Failed
+from common.messages import StateReport as StateReport
+from common.types import TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +25,8 @@ class RoundResult:
     asked for. `accepted_nodes`: indices into the tree as the router sent it. `num_nodes`: verified,
     root included. `wants_tree`: whether the next round should wait for a tree.
     `next_begun`: it runs already, with a foreseen tree.
-    `num_cached_tokens`: of the first result since Open, tokens whose rows were found.
+    `num_cached_tokens`: of the first result since Open, tokens whose rows were found;
+    with it go the prompt's log-probabilities.
     """
 
     round: int
@@ -44,38 +42,18 @@ class RoundResult:
     wants_tree: bool = True
     next_begun: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateReport(_Addressed):
-    """Answers Open, Attach and Rollback."""
-
-    state: SequenceState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundDone(_Addressed):
+class RoundDone(BaseEvent):
     result: RoundResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(_Addressed):
-    """One command failed. `epoch` is the command's; `state.epoch` the sequence's."""
-
-    code: ErrorCode
-    message: str
-    round: int
-    state: SequenceState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preempted(_Addressed):
+class Preempted(BaseEvent):
     """Put out for want of pages or a slot; recomputed later, and the pending round still runs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed(_Addressed):
-    pass
 
 
 Event: TypeAlias = StateReport | RoundDone | Failed | Preempted | Closed

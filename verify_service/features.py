@@ -56,6 +56,18 @@ class FeatureWindow:
         self._borrowed_until = max(self._borrowed_until, position + rows.shape[0])
         self.append(position, rows)
 
+    def take_over(self, other: FeatureWindow, end: int) -> None:
+        """Adds the rows below `end` that `other` holds, by reference, to those that are here. If
+        rows between the two are missing, it begins anew behind them.
+        """
+        if other.start > self.end:
+            self._chunks.clear()
+            self.start = self.end = self.next_position = min(other.start, end)
+        for position, chunk in other._chunks:
+            rows = chunk[max(0, self.end - position) : max(0, end - position)]
+            if rows.shape[0]:
+                self.borrow(self.end, rows)
+
     def rows(self, position: int, num_rows: int) -> Rows | None:
         """The rows from `position` on; None unless all of them are still held."""
         end = position + num_rows

@@ -49,12 +49,13 @@ class PrefixCache:
     def take(self, sequence: VerifySequence) -> list[int]:
         """References to the pages that follow the sequence's own rows and are there already.
 
-        Empty unless its rows end with a page. The root is never among them: its row is computed for
-        its logits. Features of the rows are added to the sequence's window.
+        Empty unless its rows end with a page, and where the logits of all rows are wanted. The root
+        is never among them: its row is computed for its logits. Features of the rows are added to
+        the sequence's window.
         """
         size = self._limits.page_size
         first, rest = divmod(sequence.kv_len, size)
-        if rest or not self._limits.prefix_cache:
+        if rest or not self._limits.prefix_cache or sequence.scores_prompt:
             return []
         keys = sequence.page_keys.of(sequence.tokens, (sequence.committed_len - 1) // size)[first:]
         if sequence.wants_features:

@@ -71,18 +71,20 @@ STATE_SPECS = DeviceState(PAGES_SPEC, VOCABULARY_SPEC)  # type: ignore[arg-type]
 class StepOutput(NamedTuple):
     """What a step gives.
 
-    small     accepted [B, D], num_accepted [B], emitted [B, D + 1], margins and logprobs of those
+    small     int32, `BatchShape.results()`: accepted nodes, emitted tokens, margins, logprobs
     top       top_tokens and top_logprobs [B, D + 1, K]: fetched only where asked for
+    prompt    logprobs [N], top_tokens and top_logprobs [N, K] of scored rows: likewise
     features  [T, F]
     """
 
     state: DeviceState
-    small: Arrays
+    small: jax.Array
     top: Arrays
+    prompt: Arrays
     features: jax.Array
 
 
-OUTPUT_SPECS = StepOutput(STATE_SPECS, WHOLE_SPEC, WHOLE_SPEC, WHOLE_SPEC)  # type: ignore[arg-type]
+OUTPUT_SPECS = StepOutput(STATE_SPECS, *(WHOLE_SPEC,) * 4)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +181,22 @@ class StepParts:
             "logprobs": logprobs.picked,
         }
         top = {"top_tokens": logprobs.top_tokens, "top_logprobs": logprobs.top}
-        return StepOutput(DeviceState(new_pages, slots), small, top, features)
+        return StepOutput(
+            DeviceState(new_pages, slots),
+            self._packed(small),
+            top,
+            self._prompt_logprobs(logits, x),
+            features,
+        )
+
+    def _packed(self, results: Arrays) -> jax.Array:
+        """int32 [size] of `BatchShape.results()`."""
+        return jnp.concatenate(
+            [
+                lax.bitcast_convert_type(results[field.name], jnp.int32).reshape(-1)
+                for field in self.shape.results().fields
+            ]
+        )
 
     def _count(
         self, slots: SlotState, options: LogitOptions, x: Arrays, committed: jax.Array
@@ -240,6 +257,24 @@ class StepParts:
             vocab_axis=self.target.axis,
             backend=Backend.XLA,
         )
+
+    def _prompt_logprobs(self, logits: jax.Array, x: Arrays) -> Arrays:
+        """Each node's row is a sequence of its own here, with one place."""
+        nodes = jnp.arange(self.bucket.num_nodes, dtype=jnp.int32)[:, None]
+        found = token_logprobs(
+            logits,
+            nodes,
+            x["scored"][:, None],
+            x["num_scored_top"],
+            max_top=min(MAX_TOP_LOGPROBS, self.target.vocab_size),
+            vocab_axis=self.target.axis,
+            backend=Backend.XLA,
+        )
+        return {
+            "logprobs": found.picked[:, 0],
+            "top_tokens": found.top_tokens[:, 0],
+            "top_logprobs": found.top[:, 0],
+        }
 
 
 def _logit_options(x: Arrays) -> LogitOptions:

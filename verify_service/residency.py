@@ -89,10 +89,14 @@ class Residency:
             self._note_found(sequence, len(found))
 
     def fork(
-        self, parent: VerifySequence, child: VerifySequence, now: float
+        self,
+        parent: VerifySequence,
+        child: VerifySequence,
+        now: float,
+        most_rows: int | None = None,
     ) -> list[VerifySequence] | None:
         """Gives `child` a slot and the rows that `parent` has, by reference; returns whom it put
-        out.
+        out. `most_rows`: those of the tokens that both begin with; None: the child begins with all.
 
         No page is copied until one of the two writes into it. `parent` may be in a launched step:
         what that writes is beyond its `kv_len`, and not looked at here. None, and nothing changed,
@@ -102,12 +106,16 @@ class Residency:
         if put_out is None:
             return None
         rows = min(parent.kv_len, child.committed_len - 1)
+        rows = rows if most_rows is None else min(rows, most_rows)
         shared = parent.pages[: self._limits.pages_for(rows)]
         if parent.copy is not None:  # not made yet: the rows are still where they come from
             source, target = parent.copy
             shared = [source if page == target else page for page in shared]
         self._pool.hold(shared)
         self._enter(child, shared, rows)
+        self._cache.counts.looked_up += child.committed_len
+        self._cache.counts.found += rows
+        child.num_found += rows
         return put_out
 
     def grow(
@@ -145,7 +153,7 @@ class Residency:
         beyond the next root are released, and so is the one that was copied from.
         """
         self._end_copy(sequence)
-        self._pool.commit(sequence.pages[: self._limits.pages_for(sequence.kv_len)])
+        self._pool.commit_first(sequence.pages, self._limits.pages_for(sequence.kv_len))
         self._cache.publish(sequence)
         self._shorten(sequence, self._limits.pages_for(sequence.committed_len))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.page_keys import PageKeys
-from common.types import DraftTree, Int32Array, SamplingParams, SequenceState
+from common.types import DraftTree, Int32Array, SamplingParams, SequenceState, TopLogprobs
 from verify_service.commands import Command
 from verify_service.events import RoundResult
 from verify_service.features import FeatureWindow
@@ -109,6 +109,8 @@ class VerifySequence:
     history: TokenHistory
     page_keys: PageKeys
 
+    fork_of: bytes = b""  # until it was admitted: whose rows it takes over
+
     pending: PendingRound | None = None
     results: dict[int, RoundResult] = field(default_factory=dict)  # unacknowledged
     deferred: deque[tuple[int, Command]] = field(default_factory=deque)  # behind a running step
@@ -116,6 +118,9 @@ class VerifySequence:
     kv_len: int = 0
     slot: int = NO_SLOT
     pages: list[int] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)  # of tokens from the second on
+    prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    has_told_prompt: bool = False  # they went out with a result
     num_found: int = 0  # rows found since Open, until a result has told of them
     num_published: int = 0  # of `pages`, from the first on
     copy: tuple[int, int] | None = None  # a page, still held, to be copied to one of `pages` first
@@ -143,6 +148,12 @@ class VerifySequence:
     def num_missing(self) -> int:
         """Rows below the root that prefill still has to compute."""
         return len(self.tokens) - 1 - self.kv_len
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be found."""
+        wanted = self.sampling.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def state(self) -> SequenceState:

@@ -40,7 +40,8 @@ class SequenceWork:
     of tokens whose K/V are in pages, which is the first row's position. `page_ids` int32 [pages]:
     page i holds positions [i·page_size, (i+1)·page_size); reserved for prefix + num_causal +
     deepest path. `page_copy`: a page of others and one of `page_ids`, into which the first is
-    copied, all layers, before anything else happens.
+    copied, all layers, before anything else happens. `scored` int32 [m]: the prompt's tokens that
+    follow the first m causal rows; their log-probabilities are wanted.
     """
 
     slot: int  # 0..max_sequences-1; no two works of a step share one
@@ -55,6 +56,7 @@ class SequenceWork:
     stop_tokens: tuple[int, ...] = ()
     wants_features: bool = True
     history: TokenHistory | None = None  # needed for penalties, logit_bias and min_tokens
+    scored: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def needs_slot(self) -> bool:
@@ -71,12 +73,23 @@ class SequenceWork:
         return self.num_rows - self.num_causal + 1 if self.samples else 0
 
     @property
+    def num_scored(self) -> int:
+        return int(self.scored.shape[0])
+
+    @property
     def max_depth(self) -> int:
         """Depth of the deepest tree node below the root: rows that may be committed beyond it."""
-        depths = np.zeros(self.num_rows, np.int32)
-        for row in range(self.num_causal, self.num_rows):
-            depths[row] = depths[self.parents[row]] + 1
-        return int(depths.max())
+        return max(self.tree_depths(), default=0)
+
+    def tree_depths(self) -> list[int]:
+        """Of the rows behind the causal ones: 1 below the root."""
+        first = self.num_causal
+        if self.num_rows == first:
+            return []
+        depths: list[int] = []
+        for parent in self.parents[first:].tolist():  # Python's own numbers: numpy's are slow
+            depths.append(depths[parent - first] + 1 if parent >= first else 1)
+        return depths
 
     def validate(self, vocab_size: int, page_size: int) -> None:
         """Raises ValueError naming the first rule that the work breaks, with value and limit."""
@@ -103,6 +116,11 @@ class SequenceWork:
             raise ValueError(
                 "history: None; penalties, logit_bias and min_tokens need the sequence's tokens"
             )
+        if self.num_scored > self.num_causal - self.samples:
+            raise ValueError(
+                f"scored: {self.num_scored} tokens follow; {self.num_causal - self.samples} causal"
+                " rows stand below the root"
+            )
         if self.kv_len < 0:
             raise ValueError(f"kv_len: {self.kv_len} is negative")
         if self.page_copy is not None and self.page_copy[1] not in self.page_ids:
@@ -123,7 +141,8 @@ class SequenceOutcome:
     `tokens` int32 [num_emitted]: the accepted path, then the bonus token; empty if the block did
     not sample. The walk stops at a stop token, which then is the last one. `margins` float32
     [num_emitted]. `logprobs` float32 [num_emitted], of the unadjusted logits; 0 unless asked for.
-    `top_logprobs`: per token, the likeliest ones and theirs; empty unless asked for.
+    `top_logprobs`: per token, the likeliest ones and theirs; empty unless asked for. `prompt_…`:
+    the same of the work's `scored` tokens.
     `accepted_nodes` int32 [num_accepted], tree-relative: 1 is the first below the root. `features`
     [num_committed, F] for positions from `kv_len`: the causal rows and the accepted nodes; None if
     not wanted.
@@ -137,6 +156,8 @@ class SequenceOutcome:
     num_committed: int  # K/V rows now in pages from position kv_len: num_causal + num_accepted
     features: npt.NDArray[np.generic] | None = field(default=None, repr=False)
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
 
     @property
     def num_emitted(self) -> int:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from common.types import Int32Array
+from verify_service import forks
 from verify_service.budget import TreeBudget
 from verify_service.draft_gate import DraftGate
 from verify_service.events import Event, Preempted, RoundDone, RoundResult
 from verify_service.limits import VerifyLimits
-from verify_service.registry import Registry
+from verify_service.registry import VerifyRegistry
 from verify_service.residency import Residency
 from verify_service.scheduling import share_nodes, share_prefill
 from verify_service.sequences import PendingRound, RoundTurn, VerifySequence
@@ -60,7 +61,7 @@ class Stepper:
     def __init__(
         self,
         limits: VerifyLimits,
-        registry: Registry,
+        registry: VerifyRegistry,
         residency: Residency,
         budget: TreeBudget | None = None,
         gate: DraftGate | None = None,
@@ -87,7 +88,7 @@ class Stepper:
             self._note_idle(now)
         blocks = [_Block(s, 1, s.pending) for s in decoding]
         chunks = share_prefill(
-            [s.num_missing + 1 for s in prefilling],
+            [self._rows_wanted(s) for s in prefilling],
             len(decoding),
             self._limits.max_prefill_tokens,
             self._limits.max_step_tokens,
@@ -123,6 +124,9 @@ class Stepper:
                 continue
             if sequence.wants_features and outcome.features is not None:
                 sequence.window.append(work.kv_len, outcome.features)
+            if work.num_scored:
+                sequence.prompt_logprobs[work.kv_len :] = outcome.prompt_logprobs
+                sequence.prompt_top_logprobs[work.kv_len :] = outcome.prompt_top_logprobs
             sequence.kv_len += outcome.num_committed
             if launched.round is not None:
                 verified.append((launched.round, outcome.accepted_nodes))
@@ -149,9 +153,18 @@ class Stepper:
 
     def _admit(self, now: float, events: list[Event]) -> None:
         for sequence in self._registry.waiting():
-            put_out = self._residency.admit(sequence, now)
+            source = forks.source_of(sequence, self._registry)
+            if source is not None and forks.must_wait(source):
+                continue  # its rows are being computed: not a second time
+            if source is not None and (rows := forks.num_common_rows(source, sequence)):
+                put_out = self._residency.fork(source, sequence, now, rows)
+            else:
+                source, put_out = None, self._residency.admit(sequence, now)
             if put_out is None:
                 return  # strictly by age: a small newcomer must not starve a large old one
+            if source is not None:
+                forks.take_features(source, sequence)
+            sequence.fork_of = b""
             events += map(_preempted, put_out)
 
     def _ready(
@@ -173,6 +186,11 @@ class Stepper:
             (prefilling if sequence.num_missing else decoding).append(sequence)
         # Orphans and the long paused may be put out after they were taken up above.
         return [s for s in decoding if s.is_resident], [s for s in prefilling if s.is_resident]
+
+    def _rows_wanted(self, sequence: VerifySequence) -> int:
+        """Prefill rows that it could use; where each is a node, as many as a tree may have."""
+        rows = sequence.num_missing + 1
+        return min(rows, self._limits.max_tree_nodes) if sequence.scores_prompt else rows
 
     def _share_nodes(self, blocks: list[_Block]) -> None:
         """Cuts the trees to the rows left over, then to the pages that can be had."""
@@ -255,6 +273,7 @@ class Stepper:
         sequence.next_round = result.round + 1
         sequence.results[result.round] = result
         sequence.num_found = 0
+        sequence.has_told_prompt = True
         if sequence.num_missing:
             raise AssertionError(
                 f"the engine committed {sequence.kv_len} rows of a sequence of"
@@ -292,7 +311,17 @@ def _work(block: _Block) -> SequenceWork:
         stop_tokens=() if sequence.sampling.ignore_eos else sequence.stop_tokens,
         wants_features=sequence.wants_features,
         history=sequence.history,
+        scored=_scored(sequence, num_causal, block.round is not None),
     )
+
+
+def _scored(sequence: VerifySequence, num_causal: int, samples: bool) -> Int32Array:
+    """The prompt's tokens that follow the block's causal rows below the root."""
+    if not sequence.scores_prompt:
+        return np.zeros(0, np.int32)
+    first = sequence.kv_len + 1
+    end = min(first + num_causal - samples, sequence.num_prompt_tokens)
+    return np.array(sequence.tokens[first:end], np.int32)
 
 
 def _result(
@@ -303,6 +332,7 @@ def _result(
     wants_tree: bool,
 ) -> RoundResult:
     wants_logprobs = launched.work.sampling.logprobs
+    told = launched.sequence.has_told_prompt
     return RoundResult(
         round=round_.round,
         kv_len=launched.sequence.committed_len - 1,
@@ -316,6 +346,8 @@ def _result(
         queue_seconds=max(0.0, launched.at - round_.since),
         wants_tree=wants_tree,
         num_cached_tokens=launched.sequence.num_found,
+        prompt_logprobs=() if told else tuple(launched.sequence.prompt_logprobs),
+        prompt_top_logprobs=() if told else tuple(launched.sequence.prompt_top_logprobs),
     )
 
 

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from canopy.v1 import types_pb2 as canopy_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63\x61nopy/v1/generation.proto\x12\tcanopy.v1\x1a\x15\x63\x61nopy/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.canopy.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa9\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\tmax_depth\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x0emax_tree_nodes\x18\x04 \x01(\rH\x03\x88\x01\x01\x42\n\n\x08_enabledB\x0c\n\n_max_depthB\x08\n\x06_top_kB\x11\n\x0f_max_tree_nodes\"\xf9\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\x04text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.canopy.v1.ChatMessages\x12&\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x13.canopy.v1.TokenIds\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.canopy.v1.SamplingParams\x12\x31\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1c.canopy.v1.SpeculationParams\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x0e\n\x01n\x18\x0b \x01(\rH\x02\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\x08H\x03\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\r \x01(\rH\x04\x88\x01\x01\x12\x30\n\x0ereturn_options\x18\x0e \x01(\x0b\x32\x18.canopy.v1.ReturnOptions\x12\x12\n\ncache_salt\x18\x0f \x01(\tB\x07\n\x05_textB\r\n\x0b_max_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x0f\n\r_top_logprobs\"a\n\rReturnOptions\x12\x11\n\ttoken_ids\x18\x01 \x01(\x08\x12\r\n\x05trace\x18\x02 \x01(\x08\x12\x14\n\x0cpick_margins\x18\x03 \x01(\x08\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x08\"|\n\x10GenerateResponse\x12)\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x18.canopy.v1.GenerateChunkH\x00\x12\x33\n\ncompletion\x18\x02 \x01(\x0b\x32\x1d.canopy.v1.GenerateCompletionH\x00\x42\x08\n\x06output\"\x81\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x14\n\x0cpick_margins\x18\x06 \x03(\x02\x12)\n\x05trace\x18\x07 \x01(\x0b\x32\x15.canopy.v1.RoundTraceH\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12.\n\x0ctop_logprobs\x18\t \x03(\x0b\x32\x18.canopy.v1.TokenLogprobsB\x08\n\x06_trace\"\xb0\x01\n\nRoundTrace\x12\r\n\x05round\x18\x01 \x01(\x04\x12\"\n\x04tree\x18\x02 \x01(\x0b\x32\x14.canopy.v1.DraftTree\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x03 \x03(\r\x12\x13\n\x0b\x62onus_token\x18\x04 \x01(\r\x12\x13\n\x0btoken_texts\x18\x05 \x03(\t\x12\x15\n\rdraft_seconds\x18\x06 \x01(\x01\x12\x16\n\x0everify_seconds\x18\x07 \x01(\x01\"\xb4\x02\n\x12GenerateCompletion\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.canopy.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x05 \x01(\rH\x00\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.canopy.v1.Usage\x12#\n\x07timings\x18\x07 \x01(\x0b\x32\x12.canopy.v1.Timings\x12\x30\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1b.canopy.v1.SpeculationStats\x12\x0c\n\x04seed\x18\t \x01(\x04\x42\x0e\n\x0cmatched_stop\"c\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12 \n\x18num_cached_prompt_tokens\x18\x03 \x01(\r\"\xd6\x01\n\x07Timings\x12\x15\n\rtotal_seconds\x18\x01 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12#\n\x1btime_to_first_token_seconds\x18\x03 \x01(\x01\x12\x15\n\rdraft_seconds\x18\x04 \x01(\x01\x12\x16\n\x0everify_seconds\x18\x05 \x01(\x01\x12\x19\n\x11transport_seconds\x18\x06 \x01(\x01\x12\x16\n\x0erouter_seconds\x18\x07 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x08 \x01(\x01\"\x94\x02\n\x10SpeculationStats\x12\x12\n\nnum_rounds\x18\x01 \x01(\r\x12\x13\n\x0bnum_drafted\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x13\n\x0bnum_emitted\x18\x04 \x01(\r\x12\x1d\n\x15num_drafted_per_depth\x18\x05 \x03(\r\x12\x1e\n\x16num_accepted_per_depth\x18\x06 \x03(\r\x12\x1d\n\x15num_emitted_histogram\x18\x07 \x03(\r\x12\x15\n\rnum_rollbacks\x18\x08 \x01(\r\x12\x1c\n\x14num_root_only_rounds\x18\t \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\n \x01(\x01\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xc8\x01\n\x14GetModelInfoResponse\x12)\n\x06target\x18\x01 \x01(\x0b\x32\x19.canopy.v1.TargetIdentity\x12\x11\n\thead_name\x18\x02 \x01(\t\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12&\n\x08max_tree\x18\x06 \x01(\x0b\x32\x14.canopy.v1.TreeShape\"\x16\n\x14GetServerInfoRequest\"b\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x1e\n\x05peers\x18\x03 \x03(\x0b\x32\x0f.canopy.v1.Peer\"D\n\x04Peer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x10\n\x0eGetLoadRequest\"P\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bmax_running\x18\x03 \x01(\r*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32\xfd\x02\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.canopy.v1.GenerateRequest\x1a\x1b.canopy.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.canopy.v1.AbortRequest\x1a\x18.canopy.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.canopy.v1.GetModelInfoRequest\x1a\x1f.canopy.v1.GetModelInfoResponse\x12R\n\rGetServerInfo\x12\x1f.canopy.v1.GetServerInfoRequest\x1a .canopy.v1.GetServerInfoResponse\x12@\n\x07GetLoad\x12\x19.canopy.v1.GetLoadRequest\x1a\x1a.canopy.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63\x61nopy/v1/generation.proto\x12\tcanopy.v1\x1a\x15\x63\x61nopy/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.canopy.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa9\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\tmax_depth\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x0emax_tree_nodes\x18\x04 \x01(\rH\x03\x88\x01\x01\x42\n\n\x08_enabledB\x0c\n\n_max_depthB\x08\n\x06_top_kB\x11\n\x0f_max_tree_nodes\"\xab\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\x04text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.canopy.v1.ChatMessages\x12&\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x13.canopy.v1.TokenIds\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.canopy.v1.SamplingParams\x12\x31\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1c.canopy.v1.SpeculationParams\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x0e\n\x01n\x18\x0b \x01(\rH\x02\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\x08H\x03\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\r \x01(\rH\x04\x88\x01\x01\x12\x30\n\x0ereturn_options\x18\x0e \x01(\x0b\x32\x18.canopy.v1.ReturnOptions\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x05\x88\x01\x01\x42\x07\n\x05_textB\r\n\x0b_max_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x0f\n\r_top_logprobsB\x12\n\x10_prompt_logprobs\"a\n\rReturnOptions\x12\x11\n\ttoken_ids\x18\x01 \x01(\x08\x12\r\n\x05trace\x18\x02 \x01(\x08\x12\x14\n\x0cpick_margins\x18\x03 \x01(\x08\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x08\"|\n\x10GenerateResponse\x12)\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x18.canopy.v1.GenerateChunkH\x00\x12\x33\n\ncompletion\x18\x02 \x01(\x0b\x32\x1d.canopy.v1.GenerateCompletionH\x00\x42\x08\n\x06output\"\xd1\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x14\n\x0cpick_margins\x18\x06 \x03(\x02\x12)\n\x05trace\x18\x07 \x01(\x0b\x32\x15.canopy.v1.RoundTraceH\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12.\n\x0ctop_logprobs\x18\t \x03(\x0b\x32\x18.canopy.v1.TokenLogprobs\x12\x17\n\x0fprompt_logprobs\x18\n \x03(\x02\x12\x35\n\x13prompt_top_logprobs\x18\x0b \x03(\x0b\x32\x18.canopy.v1.TokenLogprobsB\x08\n\x06_trace\"\xb0\x01\n\nRoundTrace\x12\r\n\x05round\x18\x01 \x01(\x04\x12\"\n\x04tree\x18\x02 \x01(\x0b\x32\x14.canopy.v1.DraftTree\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x03 \x03(\r\x12\x13\n\x0b\x62onus_token\x18\x04 \x01(\r\x12\x13\n\x0btoken_texts\x18\x05 \x03(\t\x12\x15\n\rdraft_seconds\x18\x06 \x01(\x01\x12\x16\n\x0everify_seconds\x18\x07 \x01(\x01\"\xb4\x02\n\x12GenerateCompletion\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.canopy.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x05 \x01(\rH\x00\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.canopy.v1.Usage\x12#\n\x07timings\x18\x07 \x01(\x0b\x32\x12.canopy.v1.Timings\x12\x30\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1b.canopy.v1.SpeculationStats\x12\x0c\n\x04seed\x18\t \x01(\x04\x42\x0e\n\x0cmatched_stop\"c\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12 \n\x18num_cached_prompt_tokens\x18\x03 \x01(\r\"\xd6\x01\n\x07Timings\x12\x15\n\rtotal_seconds\x18\x01 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12#\n\x1btime_to_first_token_seconds\x18\x03 \x01(\x01\x12\x15\n\rdraft_seconds\x18\x04 \x01(\x01\x12\x16\n\x0everify_seconds\x18\x05 \x01(\x01\x12\x19\n\x11transport_seconds\x18\x06 \x01(\x01\x12\x16\n\x0erouter_seconds\x18\x07 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x08 \x01(\x01\"\x94\x02\n\x10SpeculationStats\x12\x12\n\nnum_rounds\x18\x01 \x01(\r\x12\x13\n\x0bnum_drafted\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x13\n\x0bnum_emitted\x18\x04 \x01(\r\x12\x1d\n\x15num_drafted_per_depth\x18\x05 \x03(\r\x12\x1e\n\x16num_accepted_per_depth\x18\x06 \x03(\r\x12\x1d\n\x15num_emitted_histogram\x18\x07 \x03(\r\x12\x15\n\rnum_rollbacks\x18\x08 \x01(\r\x12\x1c\n\x14num_root_only_rounds\x18\t \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\n \x01(\x01\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xc8\x01\n\x14GetModelInfoResponse\x12)\n\x06target\x18\x01 \x01(\x0b\x32\x19.canopy.v1.TargetIdentity\x12\x11\n\thead_name\x18\x02 \x01(\t\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12&\n\x08max_tree\x18\x06 \x01(\x0b\x32\x14.canopy.v1.TreeShape\"\x16\n\x14GetServerInfoRequest\"b\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x1e\n\x05peers\x18\x03 \x03(\x0b\x32\x0f.canopy.v1.Peer\"D\n\x04Peer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x10\n\x0eGetLoadRequest\"P\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bmax_running\x18\x03 \x01(\r*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32\xfd\x02\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.canopy.v1.GenerateRequest\x1a\x1b.canopy.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.canopy.v1.AbortRequest\x1a\x18.canopy.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.canopy.v1.GetModelInfoRequest\x1a\x1f.canopy.v1.GetModelInfoResponse\x12R\n\rGetServerInfo\x12\x1f.canopy.v1.GetServerInfoRequest\x1a .canopy.v1.GetServerInfoResponse\x12@\n\x07GetLoad\x12\x19.canopy.v1.GetLoadRequest\x1a\x1a.canopy.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'canopy.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=3050
-  _globals['_FINISHREASON']._serialized_end=3172
+  _globals['_FINISHREASON']._serialized_start=3180
+  _globals['_FINISHREASON']._serialized_end=3302
   _globals['_CHATMESSAGE']._serialized_start=64
   _globals['_CHATMESSAGE']._serialized_end=108
   _globals['_CHATMESSAGES']._serialized_start=110
@@ -43,41 +43,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPECULATIONPARAMS']._serialized_start=194
   _globals['_SPECULATIONPARAMS']._serialized_end=363
   _globals['_GENERATEREQUEST']._serialized_start=366
-  _globals['_GENERATEREQUEST']._serialized_end=871
-  _globals['_RETURNOPTIONS']._serialized_start=873
-  _globals['_RETURNOPTIONS']._serialized_end=970
-  _globals['_GENERATERESPONSE']._serialized_start=972
-  _globals['_GENERATERESPONSE']._serialized_end=1096
-  _globals['_GENERATECHUNK']._serialized_start=1099
-  _globals['_GENERATECHUNK']._serialized_end=1356
-  _globals['_ROUNDTRACE']._serialized_start=1359
-  _globals['_ROUNDTRACE']._serialized_end=1535
-  _globals['_GENERATECOMPLETION']._serialized_start=1538
-  _globals['_GENERATECOMPLETION']._serialized_end=1846
-  _globals['_USAGE']._serialized_start=1848
-  _globals['_USAGE']._serialized_end=1947
-  _globals['_TIMINGS']._serialized_start=1950
-  _globals['_TIMINGS']._serialized_end=2164
-  _globals['_SPECULATIONSTATS']._serialized_start=2167
-  _globals['_SPECULATIONSTATS']._serialized_end=2443
-  _globals['_ABORTREQUEST']._serialized_start=2445
-  _globals['_ABORTREQUEST']._serialized_end=2479
-  _globals['_ABORTRESPONSE']._serialized_start=2481
-  _globals['_ABORTRESPONSE']._serialized_end=2513
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2515
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2551
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2554
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2754
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2756
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2778
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2780
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2878
-  _globals['_PEER']._serialized_start=2880
-  _globals['_PEER']._serialized_end=2948
-  _globals['_GETLOADREQUEST']._serialized_start=2950
-  _globals['_GETLOADREQUEST']._serialized_end=2966
-  _globals['_GETLOADRESPONSE']._serialized_start=2968
-  _globals['_GETLOADRESPONSE']._serialized_end=3048
-  _globals['_GENERATIONSERVICE']._serialized_start=3175
-  _globals['_GENERATIONSERVICE']._serialized_end=3556
+  _globals['_GENERATEREQUEST']._serialized_end=921
+  _globals['_RETURNOPTIONS']._serialized_start=923
+  _globals['_RETURNOPTIONS']._serialized_end=1020
+  _globals['_GENERATERESPONSE']._serialized_start=1022
+  _globals['_GENERATERESPONSE']._serialized_end=1146
+  _globals['_GENERATECHUNK']._serialized_start=1149
+  _globals['_GENERATECHUNK']._serialized_end=1486
+  _globals['_ROUNDTRACE']._serialized_start=1489
+  _globals['_ROUNDTRACE']._serialized_end=1665
+  _globals['_GENERATECOMPLETION']._serialized_start=1668
+  _globals['_GENERATECOMPLETION']._serialized_end=1976
+  _globals['_USAGE']._serialized_start=1978
+  _globals['_USAGE']._serialized_end=2077
+  _globals['_TIMINGS']._serialized_start=2080
+  _globals['_TIMINGS']._serialized_end=2294
+  _globals['_SPECULATIONSTATS']._serialized_start=2297
+  _globals['_SPECULATIONSTATS']._serialized_end=2573
+  _globals['_ABORTREQUEST']._serialized_start=2575
+  _globals['_ABORTREQUEST']._serialized_end=2609
+  _globals['_ABORTRESPONSE']._serialized_start=2611
+  _globals['_ABORTRESPONSE']._serialized_end=2643
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2645
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2681
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2684
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2884
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2886
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2908
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2910
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=3008
+  _globals['_PEER']._serialized_start=3010
+  _globals['_PEER']._serialized_end=3078
+  _globals['_GETLOADREQUEST']._serialized_start=3080
+  _globals['_GETLOADREQUEST']._serialized_end=3096
+  _globals['_GETLOADRESPONSE']._serialized_start=3098
+  _globals['_GETLOADRESPONSE']._serialized_end=3178
+  _globals['_GENERATIONSERVICE']._serialized_start=3305
+  _globals['_GENERATIONSERVICE']._serialized_end=3686
 # @@protoc_insertion_point(module_scope)

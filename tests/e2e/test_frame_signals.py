@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -110,3 +111,31 @@ def test_serve_all_says_in_one_line_why_it_cannot(tmp_path: Path) -> None:
     (line,) = said
     assert line.startswith("canopy: ")
     assert str(tmp_path) in line
+
+
+def test_serve_all_starts_an_engine_that_dies_anew_and_ends_with_its_router(model: Path) -> None:
+    process = begin("serve", "all", "--model", str(model), "--port", "0")
+    assert process.stdout is not None
+    try:
+        assert json.loads(process.stdout.readline())["event"] == "serving"
+        verify, router = children_of(process.pid)
+        os.kill(verify, signal.SIGKILL)
+        assert wait_until(lambda: verify not in children_of(process.pid))
+        assert wait_until(lambda: len(children_of(process.pid)) == 2)
+        os.kill(router, signal.SIGKILL)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    said = [line for line in stderr.splitlines() if line.startswith("canopy: ")]
+    assert said == [
+        "canopy: verify: ended with status -9; starting it anew",
+        "canopy: router: ended with status -9",
+    ]
+
+
+def test_replicas_are_at_least_one() -> None:
+    process = begin("serve", "all", "--port", "0", "--num-verify", "0")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stderr.splitlines()[-1] == "canopy: num_verify: 0 replicas; ask for at least 1"

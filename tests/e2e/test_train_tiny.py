@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_target import write_tiny_target
+
+from benchmarks.tiny_models import write_tiny_target
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heads]
 

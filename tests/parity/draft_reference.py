@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from kernels.sample_and_accept.reference import reference_noise
+
 
 @dataclass
 class Node:
@@ -33,6 +35,8 @@ class ReferenceHead:
     theta: float
     keys: list[Any] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    temperature: float = 0.0
+    seed: int = 0
 
     def weight(self, *path: str) -> Any:
         node: Any = self.params
@@ -77,10 +81,17 @@ class ReferenceHead:
         logits = self.weight("lm_head") @ self.norm(state, "final_norm", None)
         return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
 
-    def best(self, state: Any, top_k: int) -> list[tuple[int, float]]:
-        """(target id, log-probability) of the top_k children of a state."""
+    def best(self, state: Any, top_k: int, position: int) -> list[tuple[int, float]]:
+        """(target id, log-probability) of the top_k children of a state, of which the target picks
+        the token at `position`; with its noise among them where it samples.
+        """
         logps = self.log_probs(state)
         to_target = np.asarray(self.params["draft_to_target"])
+        if self.temperature:
+            words = (self.seed & 0xFFFFFFFF, self.seed >> 32)
+            noise = np.array([reference_noise(*words, position, int(t)) for t in to_target])
+            scores = logps / self.temperature + noise
+            logps = scores - scores.max() - np.log(np.exp(scores - scores.max()).sum())
         order = np.argsort(-logps, kind="stable")[:top_k]
         return [(int(to_target[i]), float(logps[i])) for i in order]
 
@@ -101,7 +112,8 @@ def reference_tree(
     for token in guessed:
         out, row = head.pair(token, out, len(rows), rows)
         rows.append(row)
-    pool = [Node(token, -1, logp, 1) for token, logp in head.best(out, top_k)]
+    length = len(tokens) + len(guessed)
+    pool = [Node(token, -1, logp, 1) for token, logp in head.best(out, top_k, length)]
     frontier = list(range(len(pool)))
     for _ in range(depth - 1):
         children: list[int] = []
@@ -113,7 +125,7 @@ def reference_tree(
             state = out if node.parent < 0 else pool[node.parent].state
             position = len(tokens) + len(guessed) - 1 + node.depth - 1
             node.state, node.rows = head.pair(node.token, state, position, rows + above[::-1])
-            for token, logp in head.best(node.state, top_k):
+            for token, logp in head.best(node.state, top_k, length + node.depth):
                 children.append(len(pool))
                 pool.append(Node(token, i, node.score + logp, node.depth + 1))
         frontier = sorted(children, key=lambda i: -pool[i].score)[:top_k]

@@ -10,6 +10,7 @@ import pytest
 
 from common.types import DraftTree, TreeShape
 from draft_service.engine import DeviceEngine
+from draft_service.step import NoiseKey
 from tests.parity.draft_reference import ReferenceHead, reference_tree
 from tests.parity.draft_tiny import (
     VOCAB,
@@ -94,6 +95,28 @@ def test_tree_below_guessed_tokens_equals_the_reference(
     assert ahead[0].tree is not None
     assert ahead[0].tree.tokens[0] == 9
     assert_equal_trees(engine.run([last])[0].tree, bare)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("guessed", [(), (3, 1, 4)])
+def test_sampled_sequences_are_ordered_with_the_targets_noise(guessed: tuple[int, ...]) -> None:
+    """Beside a greedy one in the same step; positions count from the sequence's beginning."""
+    shape = TreeShape(max_depth=4, top_k=3, max_nodes=12)
+    head, params = tiny_head(5)
+    engine = tiny_engine(head, params, tree=shape, max_guessed=4)
+    tokens, features = random_history(2, 6)
+    greedy = grow(engine, tokens, features, [], PAGES)
+    last = replace(work(tokens, features, 4, 5, PAGES, True), guessed=np.array(guessed, np.int32))
+    seed, temperature = (7 << 32) + 12345, 0.8
+    sampled = replace(last, noise=NoiseKey(seed, temperature, len(tokens)))
+    one, other = (outcome.tree for outcome in engine.run([sampled, last]))
+    assert one is not None
+    assert other is not None
+    reference = reference_of(head, params)
+    reference.temperature, reference.seed = temperature, seed
+    assert_same_tree(one, reference_tree(reference, tokens, features, 4, 3, 12, guessed))
+    assert one.tokens.tolist() != other.tokens.tolist()
+    if not guessed:
+        assert_equal_trees(other, greedy)
 
 
 def test_more_guessed_tokens_than_compiled_for_are_refused() -> None:

@@ -76,6 +76,7 @@ INVALID = [
     (ids(2**32 - 1), "token_ids.ids[0]", ["4294967295", "[0, 300)"]),
     ({**ids(*[1] * 512)}, "prompt", ["512 tokens", "context of 512", "at most 511"]),
     ({**ids(*[1] * 500), "max_tokens": 13}, "max_tokens", ["13", "500", "512", "at most 12"]),
+    ({"text": "x" * 20_000}, "prompt", ["20000 characters", "context of 512", "send less"]),
     ({"text": "hi", "max_tokens": 0}, "max_tokens", ["at least 1"]),
     (sampling(temperature=-0.1), "sampling.temperature", ["-0.1", "[0, 100]"]),
     (sampling(temperature=NAN), "sampling.temperature", ["nan", "[0, 100]"]),
@@ -164,7 +165,7 @@ async def test_an_oversized_message_is_refused_and_nothing_else(model: Path) -> 
 
 
 async def test_a_long_prompt_is_counted_not_cut(world: World) -> None:
-    error, _ = await refusal(world, text="word " * 4000)
+    error, _ = await refusal(world, text="word " * 800)
     assert error.code() is CODE.INVALID_ARGUMENT
     assert "leave no room in the context of 512" in error.details()
 

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from three_machines import DRAFT_LIMITS, VERIFY_LIMITS, Generating, Replica
 from verify_toy import continuation
 
+from common.noise_key import seed_of_choice
 from common.types import SamplingParams, TreeShape
 from router import codec
 from router.actions import Failed
@@ -48,16 +49,22 @@ class Adversary(RuleBasedStateMachine):
         self.replicas = [*self.verifies, *self.drafts]
         self.running: list[Generating] = []
 
-    @initialize(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=2), data=st.data())
-    def begin(self, lengths: list[int], data: st.DataObject) -> None:
-        for index, length in enumerate(lengths):
-            prompt = continuation([index], length)
+    @initialize(
+        lengths=st.lists(st.integers(1, 8), min_size=1, max_size=2),
+        are_choices=st.booleans(),
+        data=st.data(),
+    )
+    def begin(self, lengths: list[int], are_choices: bool, data: st.DataObject) -> None:
+        """Two requests on two verifies, or two choices of one on the same."""
+        for index, length in enumerate(lengths[:1] * len(lengths) if are_choices else lengths):
+            prompt = continuation([0 if are_choices else index], length)
             generation = Generation(
                 request_id=str(index),
                 prompt_tokens=tuple(prompt),
                 sampling=SamplingParams(),
                 max_total_tokens=data.draw(st.integers(length + 1, 24)),
                 tree=TreeShape(max_depth=3, top_k=2, max_nodes=6),
+                choice_index=index if are_choices else 0,
             )
             machine = GenerationMachine(
                 generation,
@@ -70,8 +77,10 @@ class Adversary(RuleBasedStateMachine):
                     max_recoveries=1000,
                 ),
                 self.now,
+                fork_of=bytes(16) if are_choices and index else None,
             )
-            generating = Generating(machine, self.verifies[index], self.drafts[index])
+            verify = self.verifies[0 if are_choices else index]
+            generating = Generating(machine, verify, self.drafts[index])
             self.running.append(generating)
             generating.perform(machine.start(self.now, draft_up=True))
 
@@ -257,7 +266,8 @@ class Adversary(RuleBasedStateMachine):
         for generating in self.running:
             machine = generating.machine
             prompt = list(machine.generation.prompt_tokens)
-            assert generating.tokens == continuation(prompt, len(generating.tokens))
+            seed = seed_of_choice(0, machine.generation.choice_index)
+            assert generating.tokens == continuation(prompt, len(generating.tokens), seed)
             assert not isinstance(generating.ending, Failed), generating.ending
             assert machine.num_reopened <= generating.num_excuses, "opened again for nothing"
             assert machine.statistics.num_rollbacks == 0, "verify was ahead: a result was lost"
@@ -319,7 +329,7 @@ TestThreeMachines.settings = settings(max_examples=100, stateful_step_count=50, 
 def assert_found(planted: str) -> None:
     """The adversary finds a fault, whatever its settings on this machine."""
     search = settings(
-        max_examples=2000,
+        max_examples=20_000,
         stateful_step_count=50,
         database=None,
         derandomize=True,
@@ -333,7 +343,7 @@ def assert_found(planted: str) -> None:
 def test_an_unfenced_epoch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: an Open of an earlier life is performed."""
     monkeypatch.setattr(VerifyMachine, "_is_new_epoch", lambda *_: True)
-    assert_found("an earlier life has come back|opened again for nothing")
+    assert_found("an earlier life has come back|opened again for nothing|left waiting for ever")
 
 
 def test_a_result_dropped_before_its_acknowledgement_is_found(

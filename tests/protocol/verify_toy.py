@@ -18,7 +18,10 @@ VOCAB = 7
 
 def next_token(tokens: Sequence[int], seed: int = 0) -> int:
     """The toy target's choice after `tokens`: a hash of all of them, their number and the seed."""
-    return zlib.crc32(np.array([seed, len(tokens), *tokens], np.int64).tobytes()) % VOCAB
+    return (
+        zlib.crc32(np.array([seed >> 1, seed & 1, len(tokens), *tokens], np.int64).tobytes())
+        % VOCAB
+    )
 
 
 def continuation(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:

@@ -385,7 +385,25 @@ def test_a_draft_without_features_is_opened_again_with_the_next_round() -> None:
     opened, extend = to_draft(actions)
     assert (opened.epoch, opened.tokens, opened.features_from) == (2, (5, 6, 7, 1), 0)
     assert extend == DraftExtend(ID, 2, None, 2, 4, [2])
-    assert to_verify(actions) == []
+
+
+def test_nobody_waits_for_a_draft_that_catches_up() -> None:
+    """Opened in mid-generation it has a prefill before it: rounds go root-only until its tree."""
+    subject = started(draft=DraftSettings(needs_features=False))
+    subject.on_verify(result(subject, [1]), 0.0)
+    subject.on_draft(failed(ErrorCode.UNKNOWN_SEQUENCE), 0.0)
+    actions = subject.on_verify(result(subject, [2]), 0.0)
+    assert [type(command) for command in to_draft(actions)] == [DraftOpen, DraftExtend]
+    assert to_verify(actions)[0].tree == Tree.root_only(2)
+    actions = subject.on_verify(result(subject, [3]), 0.0)  # no second question meanwhile
+    assert to_draft(actions) == []
+    assert to_verify(actions)[0].tree == Tree.root_only(3)
+    late = TreeReady(ID, 2, 2, 5, chain(2, 3), 0.0, 0.0)
+    assert subject.on_draft(late, 0.0) == []
+    actions = subject.on_verify(result(subject, [4]), 0.0)
+    assert to_draft(actions) == [DraftExtend(ID, 2, 2, 4, 5, [3, 4])]
+    assert to_verify(actions) == []  # it has caught up: now its tree is worth a wait
+    assert subject.num_draft_misses == 0
 
 
 def test_rows_that_leave_a_gap_open_the_draft_anew() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from common.errors import ConfigError, StartupError
 from router.chat import ChatTemplate, ChatTemplateError
 from router.config import RouterConfig
 from router.messages import RoundResult
+from router.prompts import encode
+from router.requests import Prompt
 from router.statistics import Clock, RoundStatistics
 from router.tokenizer import ModelTokenizer
 from router.trees import Tree
@@ -54,6 +58,25 @@ def test_truncation_in_the_file_does_not_cut_prompts(directory: Path) -> None:
     }
     path.write_text(json.dumps(content))
     assert len(ModelTokenizer(directory).encode("abcdefgh")) == 8
+
+
+def test_a_long_prompt_leaves_the_event_loop_alone(directory: Path) -> None:
+    """It is encoded on a thread, which must not hold the interpreter's lock meanwhile."""
+    tokenizer = ModelTokenizer(directory)
+    prompt = Prompt(text="ab cd " * 100_000)
+
+    async def longest_pause() -> tuple[float, float]:
+        encoding = asyncio.create_task(encode(prompt, tokenizer, 10**6))
+        started = seen = time.monotonic()
+        pause = 0.0
+        while not encoding.done():
+            await asyncio.sleep(0.001)
+            pause, seen = max(pause, time.monotonic() - seen), time.monotonic()
+        await encoding
+        return pause, time.monotonic() - started
+
+    pause, total = asyncio.run(longest_pause())
+    assert pause < total / 2
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from model_files import write_model
-from tiny_target import CONFIG, VOCAB_SIZE, write_tiny_target
 
+from benchmarks.tiny_models import CONFIG, VOCAB_SIZE, write_tiny_target
 from canopy.cli import main
 from common.entry import run_program
 from common.types import TreeShape

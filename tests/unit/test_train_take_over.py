@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_target import VOCAB_SIZE, write_tiny_target
 
+from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
 from draft_service.training.export import served_params
 from draft_service.training.loss import batch_loss
 from draft_service.training.network import HeadShape

@@ -79,3 +79,27 @@ def test_window_does_not_keep_a_steps_array_alive() -> None:
     window.append(0, step[:2])
     step[:] = -1
     assert taken(window) == [(0, [0, 1])]
+
+
+@pytest.mark.parametrize("known", [0, 2, 4, 7])
+def test_rows_of_another_are_added_to_those_that_are_here(known: int) -> None:
+    """A choice that had found some by content, and then takes over the first one's."""
+    other, window = FeatureWindow(100), FeatureWindow(100)
+    other.append(0, rows(0, 4))
+    other.append(4, rows(4, 5))
+    window.append(0, rows(0, known))
+    window.take_over(other, 7)
+    assert (window.start, window.end) == (0, 7)
+    assert [row for _, piece in taken(window) for row in piece] == list(range(7))
+    window.append(7, rows(7, 1))
+    assert taken(window) == [(7, [7])]
+
+
+def test_rows_of_another_begin_anew_where_it_has_lost_the_older_ones() -> None:
+    other, window = FeatureWindow(4), FeatureWindow(100)
+    for position in range(0, 12, 2):
+        other.append(position, rows(position, 2))
+    window.append(0, rows(0, 2))
+    window.take_over(other, 10)
+    assert (window.start, window.end) == (8, 10)
+    assert taken(window) == [(8, [8, 9])]

@@ -1,4 +1,6 @@
-"""A whole target small enough to train heads for in seconds: random weights, bytes as tokens."""
+"""A whole target, and a head for it, small enough to be served or trained for in seconds: random
+weights, bytes as tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from model_files import write_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from canopy import library
 from models.config import read_target_config
 from models.families import family_named
 from models.target import flatten, init_target
+from models.writing import LazyTensor, write_safetensors
 
 EOS, IM_START, IM_END = 256, 257, 258
 VOCAB_SIZE = 260
@@ -52,7 +55,7 @@ def write_tiny_target(
     settings = {**CONFIG, **changes}
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(settings))
-    config = read_target_config(directory)
+    config = read_target_config(directory, boundaries=[])
     name_of = family_named(config.family).tensor_name
     weights = {}
     for path, leaf in flatten(init_target(config, seed)):
@@ -60,11 +63,18 @@ def write_tiny_target(
         kernel = path[-1] == "kernel"
         weights[name_of(path)] = np.ascontiguousarray(value.T if kernel else value)
     change(weights)
-    write_model(directory, settings, weights)
+    tensors = {name: LazyTensor.of(weights[name]) for name in sorted(weights)}
+    write_safetensors(directory / "model.safetensors", tensors)
     _tokenizer().save(str(directory / "tokenizer.json"))
     fields = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|eos|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(fields))
     return directory
+
+
+def write_tiny_pair(folder: Path) -> tuple[Path, Path]:
+    """A target and a head made of its last layer; the directories of both."""
+    target = write_tiny_target(folder / "target")
+    return target, library.init_head(target, folder / "head", draft_vocab=VOCAB_SIZE)
 
 
 def _tokenizer() -> Tokenizer:
