@@ -103,12 +103,14 @@ class Service(Protocol):
         """Gives everything back. Always called, also after a failed start."""
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Options of every server of ours."""
+def server_options(max_message_bytes: int, silence_seconds: float = 30.0) -> list[tuple[str, int]]:
+    """Options of every server of ours: a caller that answers no ping for `silence_seconds` is gone,
+    and what it had is let go.
+    """
     return [
         *message_options(max_message_bytes),
+        *_silence_options(silence_seconds),
         ("grpc.so_reuseport", 0),  # two servers must never share a port unnoticed
-        ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # default refuses pings < 300 s
         ("grpc.http2.max_ping_strikes", 0),
     ]
@@ -120,11 +122,24 @@ def channel_options(max_message_bytes: int, silence_seconds: float = 15.0) -> li
     """
     return [
         *message_options(max_message_bytes),
-        ("grpc.keepalive_time_ms", round(silence_seconds * 2000 / 3)),
-        ("grpc.keepalive_timeout_ms", round(silence_seconds * 1000 / 3)),
+        *_silence_options(silence_seconds),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def _silence_options(silence_seconds: float) -> list[tuple[str, int]]:
+    """A ping after two thirds of it, whose answer has the last third.
+
+    It is the ping's own timeout that ends a connection: gRPC's core never looks at the keepalive
+    timeout (github.com/grpc/grpc/pull/39239), and the default of the former is a minute.
+    """
+    ping_after_ms, answer_ms = round(silence_seconds * 2000 / 3), round(silence_seconds * 1000 / 3)
+    return [
+        ("grpc.keepalive_time_ms", ping_after_ms),
+        ("grpc.keepalive_timeout_ms", answer_ms),
+        ("grpc.http2.ping_timeout_ms", answer_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.use_local_subchannel_pool", 1),
     ]
 
 
