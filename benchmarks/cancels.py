@@ -9,8 +9,9 @@ with all their streams (a process of their own). Some ask for several choices.
 
 A first tenth is there to fill pools and caches. After it, in the middle and at the end, when all
 has come to rest, each process is looked at: sequences and KV pages held, tasks of its event loop,
-open files, threads, resident memory. Growth is the last look less the first; memory may waver by
-`--memory-slack-mib`, everything else by nothing.
+open files, threads, resident memory. Growth is the last look less the first. Memory may waver by
+`--memory-slack-mib` (verify keeps features of cached pages, up to a bound) and gRPC's pool of
+threads by a few, everything else by nothing.
 
 The last line is JSON; exit code 0 if nothing grew and nobody was refused.
 """

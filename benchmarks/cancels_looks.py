@@ -13,6 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from canopy.stack import Child, Stack
 
 REST_SECONDS = 90.0
+THREAD_SLACK = 4
+"""gRPC's own pool of threads wavers by a few."""
+
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -35,10 +38,11 @@ class Look:
     def growth_since(self, before: Look, memory_slack_mib: float) -> dict[str, float]:
         """What is held now, and what is more than it was."""
         growth: dict[str, float] = {"held": self.held, "pages": self.pages}
-        for name in ("tasks", "files", "threads"):
-            growth[name] = max(0, getattr(self, name) - getattr(before, name))
-        more = self.resident_mib - before.resident_mib
-        growth["resident_mib"] = round(more, 1) if more > memory_slack_mib else 0.0
+        for name, slack in (("tasks", 0), ("files", 0), ("threads", THREAD_SLACK)):
+            more = getattr(self, name) - getattr(before, name)
+            growth[name] = more if more > slack else 0
+        memory = self.resident_mib - before.resident_mib
+        growth["resident_mib"] = round(memory, 1) if memory > memory_slack_mib else 0.0
         return {name: value for name, value in growth.items() if value}
 
 

@@ -28,6 +28,8 @@ def read_conversations(path: Path, limit: int | None = None) -> list[Conversatio
 
     Raises StartupError naming the line that is neither.
     """
+    if limit is not None and limit < 1:
+        raise StartupError(f"limit: {limit} leaves no prompt; ask for at least 1")
     if not path.is_file():
         raise StartupError(f"prompts: no file {path}; give JSON lines with `turns`")
     conversations: list[Conversation] = []

@@ -66,6 +66,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "draft_service/batch.py",
         "draft_service/engine.py",
         "draft_service/expand.py",
+        "draft_service/feature_words.py",
         "draft_service/scoring.py",
     ),
 }

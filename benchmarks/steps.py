@@ -21,6 +21,7 @@ from common.types import TreeShape
 from draft_service.batch import Bucket as DraftBucket
 from draft_service.engine import DeviceEngine as DraftEngine
 from draft_service.engine import EngineConfig as DraftConfig
+from draft_service.feature_words import num_words
 from kernels.adjust_logits.types import SlotState
 from kernels.backend import Backend
 from kernels.chips import Chip
@@ -344,9 +345,12 @@ def head_of(target: TargetConfig) -> HeadConfig:
     )
 
 
-def draft(served: Served, chip: Chip) -> Step:
-    """The draft engine's drafting step: up to eight new pairs a sequence, six depths, the tree."""
+def draft(served: Served, chip: Chip, mesh: Mesh | None = None) -> Step:
+    """The draft engine's drafting step: up to eight new pairs a sequence, six depths, the tree;
+    split over `mesh` if it is there.
+    """
     head = head_of(dataclasses.replace(served.target, num_shards=1))
+    head = head.with_shards(mesh.size) if mesh else head
     config = DraftConfig(
         num_pages=served.num_pages,
         page_size=served.page_size,
@@ -359,41 +363,43 @@ def draft(served: Served, chip: Chip) -> Step:
     )
     engine = object.__new__(DraftEngine)  # without its pages: nothing is allocated here
     engine.head, engine.config = head, config
+    engine._feature_dtype = np.dtype(BF16)
+    engine._feature_words = num_words(head.feature_size, BF16)
     bucket = DraftBucket(served.sequences, served.sequences * config.max_draft_rows, True)
-    step: Any = engine._make_step(bucket)
-    hidden, vocab = head.hidden_size, head.draft_vocab_size
-    shapes = {path: tuple(leaf.shape) for path, leaf in flatten(head_shapes(head))}
-    shapes[("embedding",)] = (head.target_vocab_size, hidden)
-    shapes[("lm_head_turned",)] = (hidden, vocab)
+    local = {path: tuple(leaf.shape) for path, leaf in flatten(head_shapes(head))}
+    local[("embedding",)] = (head.local_target_vocab_size, head.hidden_size)
+    local[("lm_head_turned",)] = (head.hidden_size, head.local_draft_vocab_size)
+    specs = {path: parameter_spec(path) if mesh else WHOLE_SPEC for path in local}
+    inputs = ({**unflatten(dict(specs)), "draft_to_target": WHOLE_SPEC}, PAGES_SPEC, WHOLE_SPEC)
+    step: Any = split_over(mesh, engine._make_step(bucket), inputs, (PAGES_SPEC, WHOLE_SPEC))
 
-    def run(pages: Any, buffer: Any, features: Any, to_target: Any, *leaves: Any) -> Any:
-        params = unflatten(dict(zip(shapes, leaves, strict=True)))
-        return step({**params, "draft_to_target": to_target}, pages, buffer, features)
+    def run(pages: Any, buffer: Any, to_target: Any, *leaves: Any) -> Any:
+        params = unflatten(dict(zip(local, leaves, strict=True)))
+        return step({**params, "draft_to_target": to_target}, pages, buffer)
 
     shape = pages_shape(
         num_layers=1,
         num_pages=served.num_pages,
-        kv_heads=head.attention.num_kv_heads,
+        kv_heads=head.stored_kv_heads,
         page_size=served.page_size,
         head_dim=head.attention.head_dim,
     )
     odd = _odd_tables(served.target)
-    size = bucket.packing(config.pages_per_sequence, max(bucket.num_sequences, 8)).size
+    size = engine._packing(bucket).size
     return Step(
         call=Call(
             function=run,
             arguments=[
-                Argument(shape, BF16),
+                Argument(shape, BF16, PAGES_SPEC if mesh else WHOLE),
                 Argument((size,), jnp.int32),
-                Argument((bucket.num_rows, head.feature_size), BF16),
-                Argument((vocab,), jnp.int32),
-                *[Argument(s, BF16) for s in shapes.values()],
+                Argument((head.draft_vocab_size,), jnp.int32),
+                *[Argument(global_shape(head, p, s), BF16, specs[p]) for p, s in local.items()],
             ],
             donate=(0,),
         ),
-        weights=_large(list(shapes.values())),
-        pages_bytes=_nbytes(shape),
-        vocab_size=vocab,
-        temp_limit_bytes=_nbytes(shape) // 8 + int(1.2 * sum(map(_nbytes, odd))),
+        weights=_large(list(local.values())),
+        pages_bytes=_nbytes(shape) // head.num_shards,
+        vocab_size=head.local_draft_vocab_size,
+        temp_limit_bytes=_nbytes(shape) // head.num_shards // 8 + int(1.2 * sum(map(_nbytes, odd))),
         known_copies=odd,
     )

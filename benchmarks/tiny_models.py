@@ -55,7 +55,7 @@ def write_tiny_target(
     settings = {**CONFIG, **changes}
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(settings))
-    config = read_target_config(directory)
+    config = read_target_config(directory, boundaries=[])
     name_of = family_named(config.family).tensor_name
     weights = {}
     for path, leaf in flatten(init_target(config, seed)):

@@ -10,7 +10,7 @@ from rich.table import Table
 from canopy import library
 from canopy.client import Client
 from canopy.generating import show_stream
-from canopy.results import Completion, Message, Options
+from canopy.results import Completion, FinishReason, Message, Options
 from canopy.stack import Stack, StackSettings
 
 QUESTION = "Why is the sky blue? Explain it to a child in a few sentences."
@@ -65,7 +65,9 @@ def _ask(client: Client, console: Console) -> bool:
         True: Options(max_tokens=MAX_TOKENS, speculation=True, token_ids=True),
         False: Options(max_tokens=MAX_TOKENS, speculation=False, token_ids=True),
     }
-    show_stream(client.stream(prompt, options[True]), console)
+    shown = show_stream(client.stream(prompt, options[True]), console)
+    if shown.finish_reason is FinishReason.LENGTH:
+        console.print(f"[dim](cut at {MAX_TOKENS} tokens)[/]")
     tallies = {True: _Tally(), False: _Tally()}
     texts = set()
     for _ in range(NUM_REPEATS):
@@ -81,7 +83,9 @@ def _ask(client: Client, console: Console) -> bool:
 def _table(speculative: _Tally, root_only: _Tally) -> Table:
     table = Table("", "with speculation", "without", box=None, padding=(0, 2, 0, 0))
     pair = (speculative, root_only)
-    table.add_row("tokens after the first", *(str(tally.tokens) for tally in pair))
+    table.add_row(
+        f"tokens after the first, {NUM_REPEATS} runs", *(str(tally.tokens) for tally in pair)
+    )
     table.add_row("rounds", *(str(tally.rounds) for tally in pair))
     table.add_row("acceptance length", *(f"{tally.acceptance_length:.2f}" for tally in pair))
     table.add_row("tokens/s", *(f"{tally.tokens_per_second:.1f}" for tally in pair))

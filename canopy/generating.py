@@ -109,8 +109,12 @@ def _check(arguments: argparse.Namespace) -> None:
         raise StartupError("show_trees: draws one choice's trees; leave out -n")
     if arguments.timeout is not None and not arguments.timeout > 0:
         raise StartupError(f"timeout: {arguments.timeout:g} s is over at once; give more than 0")
-    if not arguments.address:
-        raise StartupError("address: empty; give the router's HOST:PORT")
+    host, _, port = arguments.address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise StartupError(
+            f"address: {arguments.address!r} is no HOST:PORT; give the router's, as"
+            f" {DEFAULT_ADDRESS}"
+        )
 
 
 def show_stream(

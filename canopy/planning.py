@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _task(parsed: argparse.Namespace) -> sizing.Task:
     for name in ("load", "efficiency", "utilisation", "context", "tree_nodes", "tree_depth"):
-        if getattr(parsed, name) <= 0:
-            raise ValueError(f"{name}: {getattr(parsed, name)} must be above 0")
+        if not 0 < getattr(parsed, name) < math.inf:  # also refuses NaN
+            raise ValueError(f"{name}: {getattr(parsed, name)} must be a number above 0")
     for name in ("efficiency", "utilisation"):
         if getattr(parsed, name) > 1:
             raise ValueError(f"{name}: {getattr(parsed, name)} must be at most 1")

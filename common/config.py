@@ -134,8 +134,10 @@ class ServiceConfig(BaseSettings):
         """
         flags = vars(cls._parser(program or f"canopy serve {cls.SERVICE}").parse_args(argv))
         file = flags.pop("config", None)
-        env = _environment_values(cls, os.environ if environ is None else environ)
+        environ = os.environ if environ is None else environ
+        env = _environment_values(cls, environ)
         sources: list[tuple[str, dict[str, Any]]] = [
+            ("LeaderWorkerSet", cls.values_of_orchestrator(environ)),
             (f"file {file}", _file_values(cls, file) if file else {}),
             ("environment", env),
             ("flag", flags),
@@ -149,6 +151,11 @@ class ServiceConfig(BaseSettings):
             return cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(_one_line(cls, error, origins)) from None
+
+    @classmethod
+    def values_of_orchestrator(cls, environ: Mapping[str, str]) -> dict[str, Any]:
+        """What the environment says under names that are not ours; any other source wins."""
+        return {}
 
     @classmethod
     def _parser(cls, program: str) -> argparse.ArgumentParser:

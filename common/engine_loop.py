@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 
+from common.group.terms import GroupLost
 from common.log import get_logger
 
 TICK_SECONDS = 0.25
@@ -151,7 +152,9 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
     # -- life
 
     async def run(self) -> None:
-        """Until cancelled. Raises DeviceLost when the device fails again and again."""
+        """Until cancelled. Raises DeviceLost when the device fails again and again, GroupLost when
+        another host of its slice is gone.
+        """
         while True:
             plan = await self._next_plan()
             begun = time.monotonic()
@@ -216,6 +219,8 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
     ) -> None:
         try:
             outcomes, step_seconds = await step
+        except GroupLost:
+            raise
         except Exception as error:  # whatever the device does, its sequences must learn of it
             self._fail(plan, error)
             return

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 from common.errors import StartupError
 
@@ -22,6 +23,8 @@ PARENT_FLAG = "--parent-pid"
 """Given by a parent that reads this process's stdout: it hears of a failure there, and says it."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ending = threading.Lock()
+_program = "canopy"
 
 
 class Stopped(KeyboardInterrupt):
@@ -38,14 +41,25 @@ def run_program(program: str, run: Callable[[], int]) -> int:
     A StartupError is one line on stderr, or an announcement to the parent. SIGINT and SIGTERM give
     130 and 143. Anything else is a fault of ours and keeps its traceback.
     """
+    global _program
+    _program = program
     with _handling(_leave):
         try:
             return run()
         except StartupError as error:
-            _report(program, error)
+            with _ending:
+                _report(program, error)
             return error.exit_code
         except Stopped as stopped:
             return stopped.exit_code
+
+
+def end_process(error: StartupError) -> NoReturn:
+    """As if `run` had raised, from any thread and whatever the others are stuck in."""
+    _ending.acquire()  # never given back: one line, whoever else comes
+    _report(_program, error)
+    sys.stdout.flush()
+    os._exit(error.exit_code)
 
 
 @contextmanager

@@ -95,7 +95,8 @@ class Registry(Generic[SequenceT]):
         """Removes the sequence; what it holds is freed now, or when the step that holds it
         retires.
         """
-        self._sequences.pop(sequence.sequence_id, None)
+        if self._sequences.get(sequence.sequence_id) is sequence:  # not a later life under its id
+            del self._sequences[sequence.sequence_id]
         sequence.closed = True
         if not sequence.in_flight:
             self._free(sequence)
@@ -106,7 +107,7 @@ class Registry(Generic[SequenceT]):
     def disconnect(self, stream: int, now: float) -> None:
         self._streams.discard(stream)
         for sequence in self._sequences.values():
-            if sequence.stream == stream:
+            if sequence.stream == stream and sequence.orphaned_since is None:
                 sequence.orphaned_since = now
 
     def hand_over(self, sequence: SequenceT, stream: int, epoch: int, now: float) -> None:
@@ -140,7 +141,13 @@ class Registry(Generic[SequenceT]):
 
     def _is_expired(self, sequence: SequenceT, now: float) -> bool:
         since = sequence.orphaned_since
-        return since is not None and now - since >= self._grace_seconds and not sequence.in_flight
+        return (
+            since is not None and now - since >= self._grace_seconds and not self._keeps(sequence)
+        )
+
+    def _keeps(self, sequence: SequenceT) -> bool:
+        """Whether an orphan past its time still has something to wait for."""
+        return sequence.in_flight
 
 
 def is_new_epoch(sequence: Fenced, epoch: int, round_: int = 0) -> bool:

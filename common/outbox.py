@@ -1,11 +1,21 @@
-"""Events on their way to one stream, bounded: a reader that does not read ends its own stream."""
+"""Events on their way to streams, bounded: a reader that does not read ends its own stream."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Generic, TypeVar
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-EventT = TypeVar("EventT")
+
+class Addressed(Protocol):
+    """An event that names its stream."""
+
+    @property
+    def stream(self) -> int: ...
+
+
+EventT = TypeVar("EventT", bound=Addressed)
 
 MAX_EVENTS = 8192
 MAX_FRAME_EVENTS = 256
@@ -43,3 +53,42 @@ class Outbox(Generic[EventT]):
         if not self._events and not self._closed:
             self._filled.clear()
         return events
+
+
+class Outboxes(Generic[EventT]):
+    """Numbers the command streams and finds their outboxes."""
+
+    def __init__(self) -> None:
+        self._outboxes: dict[int, Outbox[EventT]] = {}
+        self._num_streams = 0
+
+    def open_outbox(self) -> tuple[int, Outbox[EventT]]:
+        self._num_streams += 1
+        outbox = self._outboxes[self._num_streams] = Outbox[EventT]()
+        return self._num_streams, outbox
+
+    def close_outbox(self, stream: int) -> None:
+        del self._outboxes[stream]
+
+    def deliver(self, events: Sequence[EventT]) -> None:
+        """Events of streams that are gone are dropped: an Attach has them sent again."""
+        for event in events:
+            outbox = self._outboxes.get(event.stream)
+            if outbox is not None:
+                outbox.put(event)
+
+    def close_all(self) -> None:
+        for outbox in self._outboxes.values():
+            outbox.close()
+
+
+@contextlib.asynccontextmanager
+async def beside(reader: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `reader` as a task while the block lasts."""
+    task = asyncio.create_task(reader)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

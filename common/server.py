@@ -103,12 +103,14 @@ class Service(Protocol):
         """Gives everything back. Always called, also after a failed start."""
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Options of every server of ours."""
+def server_options(max_message_bytes: int, silence_seconds: float = 30.0) -> list[tuple[str, int]]:
+    """Options of every server of ours: a caller that answers no ping for `silence_seconds` is gone,
+    and what it had is let go.
+    """
     return [
         *message_options(max_message_bytes),
+        *_silence_options(silence_seconds),
         ("grpc.so_reuseport", 0),  # two servers must never share a port unnoticed
-        ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # default refuses pings < 300 s
         ("grpc.http2.max_ping_strikes", 0),
     ]
@@ -120,11 +122,24 @@ def channel_options(max_message_bytes: int, silence_seconds: float = 15.0) -> li
     """
     return [
         *message_options(max_message_bytes),
-        ("grpc.keepalive_time_ms", round(silence_seconds * 2000 / 3)),
-        ("grpc.keepalive_timeout_ms", round(silence_seconds * 1000 / 3)),
+        *_silence_options(silence_seconds),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def _silence_options(silence_seconds: float) -> list[tuple[str, int]]:
+    """A ping after two thirds of it, whose answer has the last third.
+
+    It is the ping's own timeout that ends a connection: gRPC's core never looks at the keepalive
+    timeout (github.com/grpc/grpc/pull/39239), and the default of the former is a minute.
+    """
+    ping_after_ms, answer_ms = round(silence_seconds * 2000 / 3), round(silence_seconds * 1000 / 3)
+    return [
+        ("grpc.keepalive_time_ms", ping_after_ms),
+        ("grpc.keepalive_timeout_ms", answer_ms),
+        ("grpc.http2.ping_timeout_ms", answer_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.use_local_subchannel_pool", 1),
     ]
 
 
@@ -191,7 +206,9 @@ class _Life:
         self._metrics.add_event_loop(lambda: len(asyncio.all_tasks(loop)))
         check_port(self._config.host, self._config.port)
         interceptors = self._interceptors()
-        metrics_server, metrics_address = self._open_metrics()
+        metrics_server, metrics_address = open_metrics(
+            self._config, self._metrics, lambda: self._health.serving
+        )
         server = grpc.aio.server(
             interceptors=interceptors,
             options=server_options(self._config.max_message_bytes),
@@ -225,14 +242,6 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
-
-    def _open_metrics(self) -> tuple[Any, str]:
-        host, port = self._config.host, self._config.metrics_port
-        try:
-            server = serve_http(host, port, self._metrics.registry, lambda: self._health.serving)
-        except OSError as error:
-            raise StartupError(_bind_failure("metrics_port", host, port, error)) from None
-        return server, f"{host}:{server.server_port}"
 
     def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
         """The first is asked first. Raises StartupError."""
@@ -289,6 +298,18 @@ class _Life:
                 await self._service.drain(grace)
         except TimeoutError:
             _logger.warning("drain ran out of time; running work is cut", drain_seconds=grace)
+
+
+def open_metrics(
+    config: ServiceConfig, metrics: Metrics, is_ready: Callable[[], bool]
+) -> tuple[Any, str]:
+    """The HTTP port of a process, and its address. Raises StartupError."""
+    host, port = config.host, config.metrics_port
+    try:
+        server = serve_http(host, port, metrics.registry, is_ready)
+    except OSError as error:
+        raise StartupError(_bind_failure("metrics_port", host, port, error)) from None
+    return server, f"{host}:{server.server_port}"
 
 
 def announce(event: str, **fields: object) -> None:

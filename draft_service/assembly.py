@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from common.errors import StartupError
+from common.group.leader import Leader
 from common.log import get_logger
 from common.tensors import FeatureDtype
 from draft_service.config import DraftConfig
@@ -20,10 +22,12 @@ from draft_service.info import DraftInfo
 from draft_service.limits import DraftLimits
 from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
+from models.checkpoint import open_checkpoint
 from models.device import set_up_jax
 from models.eagle3 import AuxReading, HeadConfig, HeadOverrides, load_head
 from models.errors import ModelError
-from models.identity import Identity, target_identity
+from models.identity import Identity, target_identity, weights_hash
+from models.sharding import model_mesh
 
 _logger = get_logger("draft.assembly")
 
@@ -35,17 +39,37 @@ class Assembly:
     info: DraftInfo
 
 
-def assemble(config: DraftConfig) -> Assembly:
+def assemble(config: DraftConfig, group: Leader | None) -> Assembly:
     """The warm engine and what is said of it. Raises StartupError with one line."""
-    set_up_jax(config.platform, config.compile_cache)
+    engine, identity = build_engine(config, group)
+    if group is not None:
+        group.await_ready(facts_of(config, engine, identity))
+    engine.run_each_once()
+    head = engine.head
+    return Assembly(engine, _limits(config, head), _info(config, head, identity))
+
+
+def facts_of(config: DraftConfig, engine: DeviceEngine, identity: Identity) -> dict[str, Any]:
+    """What the hosts of a slice must agree on, beside their settings."""
+    return identity.as_dict() | {
+        "boundaries": list(engine.head.boundaries),
+        "head_hash": weights_hash(open_checkpoint(config.head).entries),
+    }
+
+
+def build_engine(config: DraftConfig, group: Leader | None = None) -> tuple[DeviceEngine, Identity]:
+    """The engine, its programs compiled, on any host of a slice. Raises StartupError."""
+    set_up_jax(config)
     begun = time.monotonic()
     try:
+        mesh = model_mesh(config.tensor_parallel) if config.tensor_parallel > 1 else None
         identity = target_identity(config.target_directory)
         head, params = load_head(
             config.head,
             config.target_directory,
             dtype=jnp.dtype(config.dtype),
             overrides=_overrides(config),
+            mesh=mesh,
         )
     except ModelError as error:
         raise StartupError(f"head: {error}") from error
@@ -56,11 +80,11 @@ def assemble(config: DraftConfig) -> Assembly:
             field=choice.field, value=choice.value, source=choice.source, assumed=choice.assumed,
         )  # fmt: skip
     _logger.info("head loaded", seconds=round(time.monotonic() - begun, 2))
-    engine = _engine(config, head, params)
+    engine = _engine(config, head, params, mesh, group)
     begun = time.monotonic()
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
-    return Assembly(engine, _limits(config, head), _info(config, head, identity))
+    return engine, identity
 
 
 def with_window(head: HeadConfig, num_tokens: int) -> HeadConfig:
@@ -78,7 +102,13 @@ def _overrides(config: DraftConfig) -> HeadOverrides:
     )
 
 
-def _engine(config: DraftConfig, head: HeadConfig, params: dict[str, Any]) -> DeviceEngine:
+def _engine(
+    config: DraftConfig,
+    head: HeadConfig,
+    params: dict[str, Any],
+    mesh: Mesh | None,
+    group: Leader | None,
+) -> DeviceEngine:
     try:
         return DeviceEngine(
             head,
@@ -97,6 +127,8 @@ def _engine(config: DraftConfig, head: HeadConfig, params: dict[str, Any]) -> De
                 backend=backend_for_platform(config.platform),
                 chip=chip_by_name(config.chip) if config.chip else None,
             ),
+            mesh=mesh,
+            group=group,
         )
     except ValueError as error:
         raise StartupError(str(error)) from error

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from common.packing import Field, Packing
 from common.types import DraftTree
+from draft_service.feature_words import put_rows
 from draft_service.step import SequenceWork
 
 Int32Buffer = npt.NDArray[np.int32]
@@ -29,8 +30,10 @@ class Bucket:
     drafts: bool
     num_guessed: int = 0  # S: tokens without features that a tree may stand on
 
-    def packing(self, pages_per_sequence: int, num_last_rows: int) -> Packing:
-        """The step's one transfer beside the features. `num_last_rows`: B, or more on TPU."""
+    def packing(self, pages_per_sequence: int, num_last_rows: int, feature_words: int) -> Packing:
+        """The step's one transfer. `num_last_rows`: B, or more on TPU; `feature_words`: of a row
+        (draft_service/feature_words.py).
+        """
         b, r, s = self.num_sequences, self.num_rows, self.num_guessed
         return Packing(
             Field("tokens", (r,)),
@@ -50,15 +53,15 @@ class Bucket:
             Field("num_copies", (1,)),
             Field("copy_from", (b,)),  # pages; the first num_copies count
             Field("copy_to", (b,)),
+            Field("features", (r, feature_words), "uint32"),
         )
 
 
-def pack(
-    works: Sequence[SequenceWork], packing: Packing, bucket: Bucket, features: npt.NDArray[Any]
-) -> Int32Buffer:
-    """The buffer of `packing`, slot i = work i; fills `features` [R, F], zero beyond the rows."""
+def pack(works: Sequence[SequenceWork], packing: Packing, bucket: Bucket) -> Int32Buffer:
+    """The buffer of `packing`, slot i = work i."""
     buffer = np.zeros(packing.size, np.int32)
     v = packing.views(buffer)
+    features: Any = v["features"]
     row = 0
     for slot, work in enumerate(works):
         n = work.num_rows
@@ -68,7 +71,7 @@ def pack(
         v["row_sequence"][rows] = slot
         v["kv_lens"][slot] = work.kv_len
         v["page_table"][slot, : work.page_ids.size] = work.page_ids
-        features[rows] = work.features
+        put_rows(work.features, features[rows])
         row += n
         v["starts"][slot + 1] = row
         if bucket.drafts:
@@ -86,7 +89,6 @@ def pack(
     v["num_copies"][0] = len(copies)
     for i, (source, target) in enumerate(copies):
         v["copy_from"][i], v["copy_to"][i] = source, target
-    features[row:] = 0
     return buffer
 
 

@@ -1,66 +1,38 @@
 """Between wire messages and the machine's commands and events: the only code here that knows both.
 
-A command that cannot be read becomes a `Failed` event of its own sequence; nothing a router sends
-ends its stream. Of `Open.sampling` temperature and seed are read, for the target's noise: guesses
-are right or wrong by the target's pick, whatever the rest.
+Of `Open.sampling` temperature and seed are read, for the target's noise: guesses are right or wrong
+by the target's pick, whatever the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypedDict
+from functools import partial
 
 from canopy.v1 import draft_pb2, types_pb2
 from common.noise_key import seed_of_choice
-from common.tensors import FeatureDtype, FeaturePiece, join_piece
-from common.types import (
-    DraftTree,
-    ErrorCode,
-    FeatureRows,
-    SequenceFailure,
-    SequenceState,
-    TreeShape,
+from common.sequence_codec import (
+    decode_commands,
+    encode_error,
+    encode_state,
+    head_of,
+    unknown_command,
 )
-from draft_service.commands import NO_ROUND, Attach, Close, Command, Extend, Open, Rollback
+from common.tensors import FeatureDtype, FeaturePiece, join_piece
+from common.types import DraftTree, FeatureRows, TreeShape
+from draft_service.commands import Attach, Close, Command, Extend, Open, Rollback
 from draft_service.events import Closed, Event, Evicted, Failed, Foreseen, StateReport, TreeReady
 from draft_service.info import PROTOCOL_VERSION, DraftInfo
-
-SEQUENCE_ID_BYTES = 16
-
-
-class _Base(TypedDict):
-    """What every command has."""
-
-    sequence_id: bytes
-    epoch: int
-    acked_round: int
 
 
 def decode_request(
     stream: int, request: draft_pb2.DraftRequest, shape: TreeShape
-) -> tuple[list[Command], list[Event]]:
+) -> tuple[list[Command], list[Failed]]:
     """The frame's commands, and an error for each that could not be read.
 
     `shape`: the engine's, for the fields of a tree shape that are not set.
     """
-    commands: list[Command] = []
-    errors: list[Event] = []
-    for message in request.commands:
-        try:
-            commands.append(_command(message, shape))
-        except SequenceFailure as failure:
-            errors.append(
-                Failed(
-                    stream=stream,
-                    sequence_id=message.sequence_id,
-                    epoch=message.epoch,
-                    code=failure.code,
-                    message=failure.message,
-                    round=failure.round,
-                    state=failure.state,
-                )
-            )
-    return commands, errors
+    return decode_commands(stream, request.commands, partial(_command, shape=shape))
 
 
 def encode_events(events: Iterable[Event]) -> draft_pb2.DraftResponse:
@@ -104,16 +76,12 @@ def decode_features(block: types_pb2.FeatureBlock) -> FeatureRows:
 
 
 def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
-    sequence_id = message.sequence_id
-    if len(sequence_id) != SEQUENCE_ID_BYTES:
-        raise _invalid(f"sequence_id: {len(sequence_id)} bytes; must be {SEQUENCE_ID_BYTES}")
-    acked = message.acked_round if message.HasField("acked_round") else NO_ROUND
-    base = _Base(sequence_id=sequence_id, epoch=message.epoch, acked_round=acked)
+    head = head_of(message)
     match message.WhichOneof("command"):
         case "open":
             opened, sampling = message.open, message.open.sampling
             return Open(
-                **base,
+                **head,
                 tokens=tuple(opened.tokens),
                 max_total_tokens=opened.max_total_tokens,
                 features_from=opened.features_from,
@@ -123,11 +91,11 @@ def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
                 seed=seed_of_choice(sampling.seed, opened.choice_index),
             )
         case "attach":
-            return Attach(**base)
+            return Attach(**head)
         case "extend":
             body = message.extend
             return Extend(
-                **base,
+                **head,
                 round=body.round,
                 base_len=body.base_len,
                 tokens=tuple(body.tokens),
@@ -137,11 +105,11 @@ def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
             )
         case "rollback":
             cut = message.rollback
-            return Rollback(**base, committed_len=cut.committed_len, round=cut.round)
+            return Rollback(**head, committed_len=cut.committed_len, round=cut.round)
         case "close":
-            return Close(**base)
+            return Close(**head)
         case _:
-            raise _invalid("command: none given, or one that this version does not know")
+            raise unknown_command()
 
 
 def _shape(body: types_pb2.TreeShape, default: TreeShape) -> TreeShape:
@@ -152,24 +120,11 @@ def _shape(body: types_pb2.TreeShape, default: TreeShape) -> TreeShape:
     )
 
 
-def _invalid(message: str) -> SequenceFailure:
-    return SequenceFailure(ErrorCode.INVALID, message)
-
-
-def _state(state: SequenceState) -> types_pb2.SequenceState:
-    return types_pb2.SequenceState(
-        epoch=state.epoch,
-        next_round=state.next_round,
-        committed_len=state.committed_len,
-        kv_len=state.kv_len,
-    )
-
-
 def _event(event: Event) -> draft_pb2.DraftEvent:
     message = draft_pb2.DraftEvent(sequence_id=event.sequence_id, epoch=event.epoch)
     match event:
         case StateReport():
-            message.state.CopyFrom(_state(event.state))
+            message.state.CopyFrom(encode_state(event.state))
         case TreeReady():
             message.tree.CopyFrom(_tree(event))
         case Foreseen():
@@ -184,14 +139,7 @@ def _event(event: Event) -> draft_pb2.DraftEvent:
                 )
             )
         case Failed():
-            message.error.CopyFrom(
-                types_pb2.SequenceError(
-                    code=f"SEQUENCE_ERROR_CODE_{event.code.name}",
-                    message=event.message,
-                    round=event.round,
-                    state=_state(event.state),
-                )
-            )
+            message.error.CopyFrom(encode_error(event))
         case Evicted():
             message.evicted.SetInParent()
         case Closed():

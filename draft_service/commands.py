@@ -5,23 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from common.messages import NO_ROUND as NO_ROUND
+from common.messages import BaseCommand
+from common.messages import Close as Close
+from common.messages import Rollback as Rollback
 from common.types import TreeShape
 
-NO_ROUND = -1
-"""`acked_round` when nothing is acknowledged yet."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Addressed:
-    """`epoch`: the link epoch. `acked_round`: last round whose tree the router has or gave up."""
-
-    sequence_id: bytes
-    epoch: int
-    acked_round: int = NO_ROUND
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Open(_Addressed):
+class Open(BaseCommand):
     """Begins a sequence with all its committed tokens, at least one.
 
     `features_from`: rows of earlier positions never come. `tree` None: the engine's full shape.
@@ -39,12 +31,12 @@ class Open(_Addressed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attach(_Addressed):
+class Attach(BaseCommand):
     """Takes the sequence over after a reconnect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extend(_Addressed):
+class Extend(BaseCommand):
     """Newly committed tokens (perhaps none) and a wish for the tree of `round`.
 
     `base_len`: committed tokens before these. `tree` None: the shape of Open. `max_outcomes`: of
@@ -58,19 +50,6 @@ class Extend(_Addressed):
     tree: TreeShape | None = None
     max_outcomes: int = 0
     begun: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollback(_Addressed):
-    """Cuts to `committed_len` tokens; `round` is the next one."""
-
-    committed_len: int
-    round: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Close(_Addressed):
-    """Ends the sequence and frees what it holds."""
 
 
 Command: TypeAlias = Open | Attach | Extend | Rollback | Close

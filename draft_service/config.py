@@ -7,14 +7,15 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from common.config import IntList, ServiceConfig
+from common.config import IntList
+from common.device_config import DeviceConfig
 from common.types import TreeShape
 
 SPARE_NODES = 3
 """Nodes grown beyond those sent, for each outcome: some hang on others that are not sent."""
 
 
-class DraftConfig(ServiceConfig):
+class DraftConfig(DeviceConfig):
     """Settings of the draft service: an EAGLE-3 head, which grows trees of likely tokens."""
 
     SERVICE: ClassVar[str] = "draft"
@@ -32,8 +33,6 @@ class DraftConfig(ServiceConfig):
     aux_reading: Literal["", "boundaries", "outputs"] = Field(
         "", description="How to read the head's layer ids; empty: as its files say."
     )
-    platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="Where the head runs.")
-    chip: str = Field("", description="TPU generation, as v5e; required on TPU.")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of weights, KV and features; the features' as verify sends them."
     )
@@ -83,14 +82,9 @@ class DraftConfig(ServiceConfig):
     gather_seconds: float = Field(
         0.001, ge=0, le=1, description="A step waits this long for features that are on their way."
     )
-    compile_cache: str = Field(
-        "~/.cache/canopy/programs", description="Directory of compiled programs; empty: none."
-    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.platform == "tpu" and not self.chip:
-            raise ValueError("chip: not set; --platform tpu needs --chip, as v5e, v6e or tpu7x")
         most = self.top_k + (self.max_depth - 1) * self.top_k**2 + 1
         if self.max_nodes > most:
             raise ValueError(

@@ -2,7 +2,10 @@
 
 Extend: pairs (token t+1, true feature t) -> fuse, layers over paged prefix and own block -> K/V
 rows into pages. Draft, in the same program: expand all depths from each sequence's last pair ->
-build the tree. One dispatch with two transfers in, one fetch of a single small array.
+build the tree. One dispatch with one transfer in, one fetch of a single small array.
+
+Over the chips of a mesh the program runs inside one `jax.shard_map` (models/sharding.py); every
+chip grows the same trees, and keeps its heads' pages.
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
+from common.group.leader import Leader, in_step
+from common.group.wire import Array
 from common.log import get_logger
 from common.types import TreeShape
 from draft_service.batch import Bucket, pack, unpack_tree
 from draft_service.expand import Prefix, expand
+from draft_service.feature_words import num_words, take_rows
 from draft_service.scoring import score, turn_output_table
 from draft_service.shared_noise import SharedNoise
 from draft_service.stem import run_stem
@@ -33,6 +40,7 @@ from kernels.kv_layout import copy_pages, pages_bytes, pages_shape
 from kernels.tree_attention.api import tree_attention
 from models.eagle3 import HeadConfig, head_embed, head_forward, head_fuse
 from models.layers import Params
+from models.sharding import PAGES_SPEC, WHOLE_SPEC, parameter_specs, split_over
 
 _logger = get_logger("draft.engine")
 
@@ -98,26 +106,39 @@ class EngineConfig:
 
 
 class DeviceEngine:
-    """Implements `step.DraftEngine`. Called from one thread."""
+    """Implements `step.DraftEngine`; on the further hosts of a slice, `common.group.life`'s
+    FollowingEngine. Called from one thread.
+    """
 
     def __init__(
-        self, head: HeadConfig, params: Params, config: EngineConfig, feature_dtype: Any = None
+        self,
+        head: HeadConfig,
+        params: Params,
+        config: EngineConfig,
+        feature_dtype: Any = None,
+        mesh: Mesh | None = None,
+        group: Leader | None = None,
     ) -> None:
-        """`feature_dtype`: of the rows that come; None: the head's own. Raises ValueError."""
+        """`feature_dtype`: of the rows that come; None: the head's own. `mesh`: where `params` are
+        split over chips (`models.eagle3.load_head`). `group`: of the leader of several hosts, who
+        are told of every step. Raises ValueError.
+        """
         config.validate(head)
         self.head, self.config = head, config
+        self._mesh = mesh if head.num_shards > 1 else None
+        self._group = group
         self._params = turn_output_table(params)
         self._feature_dtype = np.dtype(head.dtype if feature_dtype is None else feature_dtype)
-        spec = head.attention
+        self._feature_words = num_words(head.feature_size, self._feature_dtype)
         shape = pages_shape(
             num_layers=head.num_layers,
             num_pages=config.num_pages,
-            kv_heads=spec.num_kv_heads,
+            kv_heads=head.stored_kv_heads,
             page_size=config.page_size,
-            head_dim=spec.head_dim,
+            head_dim=head.attention.head_dim,
         )
         self._pages_shape = shape
-        self._pages = jnp.zeros(shape, head.dtype)
+        self._pages = self._empty_pages()
         self.pages_bytes = pages_bytes(shape, head.dtype)
         self._buckets = config.buckets()
         self._programs: dict[Bucket, Any] = {}
@@ -125,12 +146,17 @@ class DeviceEngine:
         self.compiles_after_warm_up = 0
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles every bucket's program and runs it once, on no sequences."""
+        """Compiles every bucket's program."""
         for done, bucket in enumerate(self._buckets, start=1):
-            self._launch(bucket, [])
+            self._program(bucket)
             if progress is not None:
                 progress(done, len(self._buckets))
         self._warm = True
+
+    def run_each_once(self) -> None:
+        """Every bucket's program on no sequences: the first run of each is slower than the rest."""
+        for bucket in self._buckets:
+            self._launch(bucket, [])
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
         """See `step.DraftEngine.run`."""
@@ -145,20 +171,35 @@ class DeviceEngine:
 
     def _launch(self, bucket: Bucket, works: Sequence[SequenceWork]) -> Any:
         """Runs the bucket's program; its packed trees, on the host."""
+        buffer = pack(works, self._packing(bucket), bucket)
+        with in_step(self._group):
+            if self._group is not None:
+                number = np.array(self._buckets.index(bucket), np.int32)
+                self._group.tell("step", number, buffer)
+            return self._run_program(bucket, buffer)
+
+    def follow(self, operation: str, arrays: Sequence[Array]) -> None:
+        """See `common.group.life.FollowingEngine`; "step" is the only operation."""
+        number, buffer = arrays
+        self._run_program(self._buckets[int(number)], buffer)
+
+    def _run_program(self, bucket: Bucket, buffer: Array) -> Any:
         program = self._program(bucket)
-        features = np.zeros((bucket.num_rows, self.head.feature_size), self._feature_dtype)
-        buffer = pack(works, self._packing(bucket), bucket, features)
         try:
-            self._pages, packed = program(self._params, self._pages, buffer, features)
+            self._pages, packed = program(self._params, self._pages, buffer)
             return jax.device_get(packed)
         except Exception:
             # The step owned the pages: whatever is left of them is nobody's state.
-            self._pages = jnp.zeros(self._pages_shape, self.head.dtype)
+            self._pages = self._empty_pages()
             raise
+
+    def _empty_pages(self) -> jax.Array:
+        where = None if self._mesh is None else NamedSharding(self._mesh, PAGES_SPEC)
+        return jnp.zeros(self._pages_shape, self.head.dtype, device=where)
 
     def _packing(self, bucket: Bucket) -> Any:
         last_rows = max(bucket.num_sequences, self.config.min_rows)
-        return bucket.packing(self.config.pages_per_sequence, last_rows)
+        return bucket.packing(self.config.pages_per_sequence, last_rows, self._feature_words)
 
     def _bucket_for(self, works: Sequence[SequenceWork]) -> Bucket:
         """The smallest bucket that holds the works. Raises ValueError naming what is too large."""
@@ -195,22 +236,23 @@ class DeviceEngine:
             _logger.warning("compile after warm-up", drafts=bucket.drafts, **sizes)
         begun = time.monotonic()
         buffer = np.zeros(self._packing(bucket).size, np.int32)
-        features = np.zeros((bucket.num_rows, self.head.feature_size), self._feature_dtype)
-        step = jax.jit(self._make_step(bucket), donate_argnums=(1,))
-        program = step.lower(self._params, self._pages, buffer, features).compile()
+        inputs = parameter_specs(self._params), PAGES_SPEC, WHOLE_SPEC
+        split = split_over(self._mesh, self._make_step(bucket), inputs, (PAGES_SPEC, WHOLE_SPEC))
+        step = jax.jit(split, donate_argnums=(1,))
+        program = step.lower(self._params, self._pages, buffer).compile()
         seconds = round(time.monotonic() - begun, 2)
         _logger.info("compiled", drafts=bucket.drafts, seconds=seconds, **sizes)
         self._programs[bucket] = program
         return program
 
     def _make_step(self, bucket: Bucket) -> Callable[..., Any]:
-        """(params, pages, buffer, features [R, F]) -> (pages, packed trees int32 [B, 3N + 1])."""
+        """(params, pages, buffer) -> (pages, packed trees int32 [B, 3N + 1])."""
         packing = self._packing(bucket)
 
-        def step(params: Params, pages: jax.Array, buffer: jax.Array, features: jax.Array) -> Any:
+        def step(params: Params, pages: jax.Array, buffer: jax.Array) -> Any:
             x = {field.name: buffer[span].reshape(field.shape) for field, span in packing.spans()}
             pages = copy_pages(pages, x["copy_from"], x["copy_to"], x["num_copies"][0])
-            outs, pages = self._extend(params, pages, x, features)
+            outs, pages = self._extend(params, pages, x)
             if not bucket.drafts:
                 return pages, jnp.zeros((bucket.num_sequences, 0), jnp.int32)
             last = outs[x["last_rows"]]
@@ -242,7 +284,7 @@ class DeviceEngine:
         return step
 
     def _extend(
-        self, params: Params, pages: jax.Array, x: dict[str, jax.Array], features: jax.Array
+        self, params: Params, pages: jax.Array, x: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         """The pairs through the head: outputs [R, H], and pages with their rows."""
         head, config = self.head, self.config
@@ -268,7 +310,7 @@ class DeviceEngine:
             )
 
         embed = head_embed(head, params, x["tokens"])
-        states = head_fuse(head, params, features)
+        states = head_fuse(head, params, take_rows(x["features"], self._feature_dtype))
         outs, block_kv = head_forward(head, params, embed, states, x["positions"], attend)
         pages = kv_commit(
             pages,

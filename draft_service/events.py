@@ -9,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from common.types import DraftTree, ErrorCode, SequenceState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Addressed:
-    stream: int
-    sequence_id: bytes
-    epoch: int
+from common.messages import BaseEvent
+from common.messages import Closed as Closed
+from common.messages import Failed as Failed
+from common.messages import StateReport as StateReport
+from common.types import DraftTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +31,12 @@ class GrownTree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateReport(_Addressed):
-    """Answers Open, Attach and Rollback."""
-
-    state: SequenceState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeReady(_Addressed):
+class TreeReady(BaseEvent):
     grown: GrownTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreseen(_Addressed):
+class Foreseen(BaseEvent):
     """Trees of `round` by what the round before it may emit."""
 
     round: int
@@ -55,25 +45,8 @@ class Foreseen(_Addressed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(_Addressed):
-    """One command, or one block of features, failed. `epoch` is the command's; `state.epoch` the
-    sequence's.
-    """
-
-    code: ErrorCode
-    message: str
-    round: int
-    state: SequenceState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evicted(_Addressed):
+class Evicted(BaseEvent):
     """Put out for want of pages or memory; open it again to go on drafting."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed(_Addressed):
-    pass
 
 
 Event: TypeAlias = StateReport | TreeReady | Foreseen | Failed | Evicted | Closed

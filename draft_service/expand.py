@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from common.types import TreeShape
-from draft_service.scoring import score
+from draft_service.scoring import best_tokens, own_targets, score
 from draft_service.shared_noise import SharedNoise, with_noise
 from kernels.backend import Backend
 from kernels.build_tree.api import build_tree
@@ -118,8 +118,8 @@ def expand(
     # The stem's, and what the head runs on: all levels but the deepest.
     num_rows = num_stem + max(1, shape.max_depth - 1) * k
     num_words = -(-num_rows // 32)
-    last_logits = with_noise(last_logits, params["draft_to_target"], noise, 0)
-    scores, tokens = _children(config, params, last_logits, k)
+    last_logits = with_noise(last_logits, own_targets(config, params), noise, 0)
+    scores, tokens = best_tokens(config, params, last_logits, k)
     frontier = Frontier(
         tokens=tokens,
         scores=scores,
@@ -137,7 +137,7 @@ def expand(
         frontier = frontier._replace(
             bits=frontier.bits | above.sum(axis=1, dtype=jnp.uint32)[:, None]
         )
-    spec = config.attention
+    spec = config.local_attention
     rows_shape = (config.num_layers, batch, num_rows, spec.num_kv_heads, 2 * spec.head_dim)
 
     def next_level(carry: Level, level: jax.Array) -> tuple[Level, Candidates]:
@@ -184,8 +184,8 @@ def _expand_level(
     batch, k = frontier.tokens.shape
     outs, rows = _run(config, params, prefix, carry, at, backend, chip)
     logits = score(config, params, outs.reshape(batch * k, -1))
-    logits = with_noise(logits, params["draft_to_target"], noise, at.level)
-    logps, tokens = _children(config, params, logits, k)
+    logits = with_noise(logits, own_targets(config, params), noise, at.level)
+    logps, tokens = best_tokens(config, params, logits, k)
     scores = frontier.scores[:, :, None] + logps.reshape(batch, k, k)
     children = Candidates(
         scores.reshape(batch, k * k),
@@ -193,20 +193,6 @@ def _expand_level(
         tokens.reshape(batch, k * k),
     )
     return Level(_next_frontier(frontier, children, outs, at), rows), children
-
-
-def _children(
-    config: HeadConfig, params: Params, logits: jax.Array, top_k: int
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities float32 and target ids int32 [N, K] of the best next tokens.
-
-    The top-k is of the 2-D logits, the fast call on every device, and no vocabulary-wide softmax is
-    written out. Not a number counts as impossible, so that it cannot take a better one's place.
-    """
-    best, ids = lax.top_k(logits, top_k)
-    logps = best - jax.nn.logsumexp(logits, axis=1, keepdims=True)
-    logps = jnp.where(jnp.isnan(logps), -jnp.inf, logps)
-    return logps, jnp.take(params["draft_to_target"], ids, axis=0, mode="clip")
 
 
 def _run(

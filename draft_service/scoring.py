@@ -27,7 +27,53 @@ def turn_output_table(params: Params) -> Params:
 
 
 def score(config: HeadConfig, params: Params, out: jax.Array) -> jax.Array:
-    """As `head_logits`, float32 [T, K] of out [T, H]."""
+    """As `head_logits`, float32 [T, K] of out [T, H]; -inf where a chip's part is padding."""
+    logits = _product(config, params, out)
+    size = config.local_draft_vocab_size
+    if config.axis is None or size * config.num_shards == config.draft_vocab_size:
+        return logits
+    own: jax.Array = lax.axis_index(config.axis) * size + jnp.arange(size, dtype=jnp.int32)
+    return jnp.where(own < config.draft_vocab_size, logits, -jnp.inf)
+
+
+def own_targets(config: HeadConfig, params: Params) -> jax.Array:
+    """int32 [K], the target's ids of the tokens that `score` scores; where it gives -inf, any."""
+    whole: jax.Array = params["draft_to_target"]
+    if config.axis is None:
+        return whole
+    size = config.local_draft_vocab_size
+    own = lax.axis_index(config.axis) * size + jnp.arange(size, dtype=jnp.int32)
+    return jnp.take(whole, own, axis=0, mode="clip")
+
+
+def best_tokens(
+    config: HeadConfig, params: Params, logits: jax.Array, top_k: int
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities float32 and target ids int32 [T, top_k] of the best next tokens; `logits`
+    as `score` gives them.
+
+    The top-k is of the 2-D logits, the fast call on every device, and no vocabulary-wide softmax is
+    written out. Several chips exchange their own best ones and what their logits add up to, once.
+    Not a number counts as impossible, so that it cannot take a better one's place.
+    """
+    best, ids = lax.top_k(logits, min(top_k, logits.shape[1]))
+    total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    if config.axis is not None:
+        ids = ids + lax.axis_index(config.axis) * jnp.int32(config.local_draft_vocab_size)
+        bits = lax.bitcast_convert_type(jnp.concatenate([best, total], axis=1), jnp.int32)
+        parts: jax.Array = lax.all_gather(jnp.concatenate([bits, ids], axis=1), config.axis)
+        parts = parts.transpose(1, 0, 2)  # ties go to the first chip: the lowest id, as on one
+        rows, width = parts.shape[0], best.shape[1]
+        floats = lax.bitcast_convert_type(parts[:, :, : width + 1], jnp.float32)
+        best, chosen = lax.top_k(floats[:, :, :width].reshape(rows, -1), top_k)
+        ids = jnp.take_along_axis(parts[:, :, width + 1 :].reshape(rows, -1), chosen, axis=1)
+        total = jax.nn.logsumexp(floats[:, :, -1], axis=1, keepdims=True)
+    logps = best - total
+    logps = jnp.where(jnp.isnan(logps), -jnp.inf, logps)
+    return logps, jnp.take(params["draft_to_target"], ids, axis=0, mode="clip")
+
+
+def _product(config: HeadConfig, params: Params, out: jax.Array) -> jax.Array:
     if "lm_head_turned" not in params:
         return head_logits(config, params, out)
     normed: Any = out

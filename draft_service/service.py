@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +9,7 @@ import grpc
 import grpc.aio
 
 from canopy.v1 import draft_pb2, draft_pb2_grpc
-from common.outbox import Outbox
+from common.outbox import Outbox, beside
 from common.types import FeatureRows, TreeShape
 from draft_service.codec import decode_features, decode_request, encode_events, encode_info
 from draft_service.events import Event
@@ -43,40 +41,34 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: Context
     ) -> AsyncIterator[draft_pb2.DraftResponse]:
         loop = self._loop
-        stream, outbox = self._hub.open()
+        stream, outbox = self._hub.open_outbox()
         loop.connect(stream)
-        reader = asyncio.create_task(self._read(stream, outbox, request_iterator))
         try:
-            while events := await outbox.take():
-                yield encode_events(events)
-            if outbox.overflowed:
-                message = "events are not read fast enough; attach again and read on"
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+            async with beside(self._read(stream, outbox, request_iterator)):
+                while events := await outbox.take():
+                    yield encode_events(events)
+                if outbox.overflowed:
+                    message = "events are not read fast enough; attach again and read on"
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         finally:
-            reader.cancel()
-            self._hub.close(stream)
+            self._hub.close_outbox(stream)
             loop.disconnect(stream)
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
 
     async def SendFeatures(
         self, request_iterator: AsyncIterator[draft_pb2.SendFeaturesRequest], context: Context
     ) -> AsyncIterator[draft_pb2.SendFeaturesResponse]:
         loop, sender = self._loop, self._hub.add_sender()
         loop.share_room()
-        reader = asyncio.create_task(self._read_features(sender, request_iterator))
         try:
-            while not sender.ended:
-                await sender.wake.wait()
-                sender.wake.clear()
-                granted, sender.to_grant_bytes = sender.to_grant_bytes, 0
-                if granted:
-                    yield draft_pb2.SendFeaturesResponse(credit_bytes=granted)
+            async with beside(self._read_features(sender, request_iterator)):
+                while not sender.ended:
+                    await sender.wake.wait()
+                    sender.wake.clear()
+                    granted, sender.to_grant_bytes = sender.to_grant_bytes, 0
+                    if granted:
+                        yield draft_pb2.SendFeaturesResponse(credit_bytes=granted)
         finally:
-            reader.cancel()
             self._hub.remove_sender(sender)
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
 
     @property
     def _loop(self) -> DraftLoop:

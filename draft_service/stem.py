@@ -37,7 +37,7 @@ def run_stem(
     states [B, H]: its output at the last true pair; tokens int32 [B, S]; lens int32 [B].
     """
     batch, num_stem = tokens.shape
-    spec = config.attention
+    spec = config.local_attention
     rows_shape = (config.num_layers, batch, num_stem, spec.num_kv_heads, 2 * spec.head_dim)
     num_words = -(-num_stem // 32)
     live = jnp.minimum(jnp.arange(batch + 1, dtype=jnp.int32), prefix.num_live)

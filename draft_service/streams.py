@@ -8,10 +8,9 @@ host.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.outbox import Outbox
+from common.outbox import Outboxes
 from common.tensors import MAX_PIECE_BYTES
 from draft_service.events import Event
 
@@ -33,35 +32,18 @@ class FeatureSender:
         self.wake.set()
 
 
-class StreamHub:
-    """Numbers the streams, finds outboxes, shares the credit out."""
+class StreamHub(Outboxes[Event]):
+    """The outboxes, and the credit that is shared out."""
 
     def __init__(self, max_bytes: int) -> None:
+        super().__init__()
         self._max_bytes = max_bytes
-        self._outboxes: dict[int, Outbox[Event]] = {}
         self._senders: list[FeatureSender] = []
-        self._num_streams = 0
-
-    def open(self) -> tuple[int, Outbox[Event]]:
-        self._num_streams += 1
-        outbox = self._outboxes[self._num_streams] = Outbox[Event]()
-        return self._num_streams, outbox
-
-    def close(self, stream: int) -> None:
-        del self._outboxes[stream]
 
     def close_all(self) -> None:
-        for outbox in self._outboxes.values():
-            outbox.close()
+        super().close_all()
         for sender in self._senders:
             sender.end()
-
-    def deliver(self, events: Sequence[Event]) -> None:
-        """Events of streams that are gone are dropped: an Attach has the tree sent again."""
-        for event in events:
-            outbox = self._outboxes.get(event.stream)
-            if outbox is not None:
-                outbox.put(event)
 
     def add_sender(self) -> FeatureSender:
         sender = FeatureSender()

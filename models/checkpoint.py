@@ -67,19 +67,23 @@ class TensorEntry:
         strided = np.lib.stride_tricks.as_strided(flat, self.shape, steps, writeable=False)
         return np.ascontiguousarray(strided)
 
-    def read_blocks(self, max_bytes: int) -> Iterator[tuple[int, HostArray]]:
-        """(first row, rows) after (first row, rows), each of at most `max_bytes` or one row.
+    def read_blocks(
+        self, max_bytes: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, HostArray]]:
+        """(first row, rows) after (first row, rows), each of at most `max_bytes` or one row, of
+        rows [start, stop) alone.
 
-        Pickled tensors of unusual order come as one block. Raises CheckpointError.
+        Pickled tensors of unusual order come whole, as one block. Raises CheckpointError.
         """
-        num_rows = self.shape[0] if self.shape else 1
-        row_bytes = self.size_bytes // max(num_rows, 1)
-        if self.strides is not None or self.size_bytes <= max_bytes:
+        if self.strides is not None or not self.shape:
             yield 0, self.read()
             return
-        step = max(1, max_bytes // row_bytes)
-        for first in range(0, num_rows, step):
-            count = min(step, num_rows - first)
+        num_rows = self.shape[0]
+        row_bytes = self.size_bytes // max(num_rows, 1)
+        stop = num_rows if stop is None else min(stop, num_rows)
+        step = max(1, max_bytes // max(row_bytes, 1))
+        for first in range(start, stop, step):
+            count = min(step, stop - first)
             flat = self._read_bytes(first * row_bytes, count * row_bytes).view(self.dtype)
             yield first, flat.reshape(count, *self.shape[1:])
 

@@ -144,19 +144,7 @@ class TargetConfig:
         parts = {"attention heads": self.num_heads, "MLP width": self.mlp_size}
         if self.experts is not None:
             parts["expert width"] = self.experts.size
-        if self.num_kv_heads > num_shards:
-            parts["KV heads"] = self.num_kv_heads
-        for name, size in parts.items():
-            if num_shards < 1 or size % num_shards:
-                raise ModelError(
-                    f"tensor_parallel: {num_shards} chips cannot share this target's {name}"
-                    f" ({size}) equally; choose a divisor of {size}"
-                )
-        if self.num_kv_heads < num_shards and num_shards % self.num_kv_heads:
-            raise ModelError(
-                f"tensor_parallel: {num_shards} chips is no multiple of this target's"
-                f" {self.num_kv_heads} KV heads; choose one"
-            )
+        check_shares(num_shards, "target", parts, self.num_kv_heads)
         return dataclasses.replace(self, num_shards=num_shards)
 
     def with_boundaries(self, boundaries: Sequence[int]) -> TargetConfig:
@@ -170,6 +158,23 @@ class TargetConfig:
                 " of this target"
             )
         return dataclasses.replace(self, boundaries=chosen)
+
+
+def check_shares(num_shards: int, whose: str, parts: Mapping[str, int], num_kv_heads: int) -> None:
+    """Raises ModelError unless so many chips get equal shares of all parts, and whole KV heads."""
+    if num_kv_heads > num_shards:
+        parts = {**parts, "KV heads": num_kv_heads}
+    for name, size in parts.items():
+        if num_shards < 1 or size % num_shards:
+            raise ModelError(
+                f"tensor_parallel: {num_shards} chips cannot share this {whose}'s {name} ({size})"
+                f" equally; choose a divisor of {size}"
+            )
+    if num_kv_heads < num_shards and num_shards % num_kv_heads:
+        raise ModelError(
+            f"tensor_parallel: {num_shards} chips is no multiple of this {whose}'s {num_kv_heads}"
+            " KV heads; choose one"
+        )
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:

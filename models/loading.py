@@ -2,7 +2,8 @@
 
 A tensor is read in blocks of rows; each block is turned, cast and cut straight into the buffers of
 the chips that hold a part of it. Host memory at its peak: those buffers, which together are one
-tensor as it is kept, and one block; a tensor that lies on several chips is read once. Of stacked
+tensor as it is kept, and one block; a tensor that lies on several chips is read once. A host of
+several reads the rows that its own chips hold; where a split runs across rows, all. Of stacked
 experts "one tensor" is the stack of one layer.
 """
 
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from models.checkpoint import Checkpoint, HostArray, TensorEntry
 from models.config import TargetConfig
 from models.families import family_named
-from models.sharding import global_shape, parameter_spec, share_of, split_axis
+from models.sharding import Share, Split, global_shape, parameter_spec, share_of, split_axis
 
 MAX_BLOCK_BYTES = 64 << 20
 
@@ -81,11 +82,7 @@ def _place(
         [(_, buffer)] = _filled(leaf, entries, config, [0])
         array: jax.Array = jax.device_put(buffer)
         return array.block_until_ready()
-    here = [
-        (shard, device)
-        for shard, device in enumerate(mesh.devices.flat)
-        if device.process_index == jax.process_index()
-    ]
+    here = _of_this_host(mesh)
     is_split = split_axis(leaf.path) is not None
     buffers = dict(
         _filled(leaf, entries, config, [shard for shard, _ in here] if is_split else [0])
@@ -95,8 +92,40 @@ def _place(
         buffer = buffers.pop(shard) if is_split else buffers[0]
         parts.append(jax.device_put(buffer, device).block_until_ready())
         del buffer
-    sharding = NamedSharding(mesh, parameter_spec(leaf.path))
-    whole = global_shape(config, leaf.path, leaf.shape)
+    return _joined(parts, leaf.path, leaf.shape, config, mesh)
+
+
+def place_whole(
+    host: HostArray, path: Path, shape: tuple[int, ...], config: Split, mesh: Mesh | None
+) -> jax.Array:
+    """A tensor that is on the host as one, cut for the chips; `shape`: of one chip's part."""
+    if mesh is None:
+        array: jax.Array = jax.device_put(host)
+        return array.block_until_ready()
+    parts = []
+    for shard, device in _of_this_host(mesh):
+        part, share = host, share_of(config, path, shape, shard)
+        if share is not None:
+            part = np.zeros(shape, host.dtype)
+            offset = [0] * host.ndim
+            offset[share.axis] = share.start
+            _copy_common(part, offset, host, [0] * host.ndim)
+        parts.append(jax.device_put(part, device).block_until_ready())
+    return _joined(parts, path, shape, config, mesh)
+
+
+def _of_this_host(mesh: Mesh) -> list[tuple[int, jax.Device]]:
+    """(shard, device) of the chips that this process has."""
+    own = jax.process_index()
+    return [(i, chip) for i, chip in enumerate(mesh.devices.flat) if chip.process_index == own]
+
+
+def _joined(
+    parts: list[jax.Array], path: Path, shape: tuple[int, ...], config: Split, mesh: Mesh
+) -> jax.Array:
+    """One array of the parts on this host's chips, and those on the others'."""
+    sharding = NamedSharding(mesh, parameter_spec(path))
+    whole = global_shape(config, path, shape)
     return jax.make_array_from_single_device_arrays(whole, sharding, parts)
 
 
@@ -123,8 +152,9 @@ def _filled(
     """(shard, its part) of each of `shards`, after one reading of the tensors."""
     buffers = {shard: np.zeros(leaf.shape, config.dtype) for shard in shards}
     shares = {shard: share_of(config, leaf.path, leaf.shape, shard) for shard in shards}
+    start, stop = _rows_of(leaf, list(shares.values()))
     for expert, entry in enumerate(entries):
-        for first, rows in entry.read_blocks(MAX_BLOCK_BYTES):
+        for first, rows in entry.read_blocks(MAX_BLOCK_BYTES, start, stop):
             block = rows.T if leaf.turned else rows
             corner = [0] * block.ndim
             corner[-1 if leaf.turned else 0] = first
@@ -136,6 +166,17 @@ def _filled(
                 _copy_common(buffer[expert] if leaf.is_stack else buffer, offset, block, corner)
             del rows, block
     yield from ((shard, buffers.pop(shard)) for shard in shards)
+
+
+def _rows_of(leaf: _Leaf, shares: list[Share | None]) -> tuple[int, int | None]:
+    """The stored rows [start, stop) that hold any of the shares; all of them, where the split runs
+    the other way and each row has a part of every chip's.
+    """
+    row_axis = _rank(leaf) - 1 if leaf.turned else 0
+    held = [share for share in shares if share is not None]
+    if len(held) < len(shares) or any(s.axis - leaf.is_stack != row_axis for s in held):
+        return 0, None
+    return min(s.start for s in held), max(s.start + s.length for s in held)
 
 
 def _rank(leaf: _Leaf) -> int:

@@ -1,4 +1,4 @@
-"""How a target is split over the chips of a slice: tensor parallel along one mesh axis.
+"""How a target, or a head, is split over the chips of a slice: tensor parallel along one mesh axis.
 
 Attention by heads, MLPs and experts by their inner width, embedding and lm_head by rows of the
 vocabulary; norms, the experts' router and what is added after a sum lie whole on every chip. Where
@@ -11,24 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from models.config import MODEL_AXIS, TargetConfig
+from models.config import MODEL_AXIS
 from models.errors import ModelError
 from models.layers import Params
 from models.trees import flatten, unflatten
 
 _BY_OUTPUT = ("q", "k", "v", "gate", "up")  # kernel [in, out] and bias [out] split at `out`
-_BY_INPUT = ("o", "down")  # kernel [in, out] split at `in`; the bias comes after the sum
+_BY_INPUT = ("o", "down", "fc")  # kernel [in, out] split at `in`; the bias comes after the sum
 
 
 def model_mesh(num_shards: int) -> Mesh:
-    """The first `num_shards` devices as one axis. Raises ModelError if there are fewer."""
+    """The first `num_shards` devices as one axis. Raises ModelError if there are fewer, or if there
+    are more and they belong to several hosts, one of which would have no part.
+    """
     devices = jax.devices()
+    if jax.process_count() > 1 and num_shards < len(devices):
+        raise ModelError(
+            f"tensor_parallel: {num_shards} chips asked for, but the slice's hosts have"
+            f" {len(devices)}; use them all"
+        )
     if num_shards > len(devices):
         raise ModelError(
             f"tensor_parallel: {num_shards} chips asked for, and {len(devices)} are here; ask for"
@@ -44,6 +51,8 @@ def split_axis(path: tuple[str, ...]) -> int | None:
     """
     if path in (("embedding",), ("lm_head",)):
         return 0
+    if len(path) == 1:  # of a head: draft_service/scoring.py turns the lm_head
+        return 1 if path == ("lm_head_turned",) else None
     if "experts" in path:
         return {"gate": 2, "up": 2, "down": 1}.get(path[-1])
     name, leaf = path[-2:]
@@ -96,8 +105,18 @@ class Share:
     length: int
 
 
+class Split(Protocol):
+    """A target's description, or a head's."""
+
+    @property
+    def num_shards(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+
 def share_of(
-    config: TargetConfig, path: tuple[str, ...], shape: tuple[int, ...], shard: int
+    config: Split, path: tuple[str, ...], shape: tuple[int, ...], shard: int
 ) -> Share | None:
     """What chip `shard` holds of a parameter whose own part has `shape`; None: all of it."""
     axis = split_axis(path)
@@ -110,9 +129,7 @@ def share_of(
     return Share(axis, start, length)
 
 
-def global_shape(
-    config: TargetConfig, path: tuple[str, ...], shape: tuple[int, ...]
-) -> tuple[int, ...]:
+def global_shape(config: Split, path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the whole array, padding and repeated heads included, of a chip's `shape`."""
     axis = split_axis(path)
     if axis is None:

@@ -293,7 +293,7 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
             async for response in call:
                 ready = response.status == serving
                 if ready != self.peer.ready:
-                    self.peer.ready, self.peer.reason = ready, "" if ready else "it is draining"
+                    self.peer.ready, self.peer.reason = ready, "" if ready else "draining"
                     self._listener.on_change()
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:

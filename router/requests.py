@@ -131,10 +131,11 @@ def _request_id(request_id: str) -> str:
     if not request_id:
         return secrets.token_hex(16)
     if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not request_id.isprintable():
+        printable = "" if request_id.isprintable() else ", not all of them printable"
         raise RequestError(
             "request_id",
-            f"{len(request_id)} characters; send at most {MAX_REQUEST_ID_CHARACTERS} printable"
-            " ones, or none, and one is made",
+            f"{len(request_id)} characters{printable}; send at most {MAX_REQUEST_ID_CHARACTERS}"
+            " printable ones, or none, and one is made",
         )
     return request_id
 
@@ -221,7 +222,8 @@ def _sampling(request: generation_pb2.GenerateRequest, served: Served) -> Sampli
     except ValueError as error:
         field, _, message = str(error).partition(": ")
         prefix = "" if field in _NOT_IN_SAMPLING else "sampling."
-        raise RequestError(f"{prefix}{field}", f"{message}; send a value within") from None
+        remedy = "; send a value within" if "outside" in message else ""
+        raise RequestError(f"{prefix}{field}", f"{message}{remedy}") from None
     return sampling
 
 

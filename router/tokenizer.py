@@ -79,7 +79,7 @@ def _read_bytes(path: Path) -> bytes:
     except OSError as error:
         raise StartupError(
             f"model: cannot read {path} ({error.strerror}); --model must be the target's directory"
-            " with tokenizer.json"
+            " with tokenizer.json and config.json"
         ) from None
 
 
@@ -102,6 +102,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _stop_token_ids(directory: Path) -> tuple[int, ...]:
     """`eos_token_id` of generation_config.json, which outranks config.json; one id or a list."""
+    _read_bytes(directory / "config.json")  # every model has one: without it this is none
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         value = _read_json(path).get("eos_token_id")

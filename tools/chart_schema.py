@@ -33,10 +33,12 @@ SERVICES: dict[str, type[ServiceConfig]] = {
 SET_BY_THE_CHART = frozenset(
     {"host", "port", "metrics_port", "drain_seconds", "log_format", "parent_pid"}
     | {"model", "head", "target", "verify", "draft", "platform", "chip", "compile_cache"}
+    | {"num_hosts", "host_id", "coordinator_address"}
     | {"tls_cert", "tls_key", "tls_client_ca", "token_file"}
     | {"peer_ca", "peer_cert", "peer_key", "peer_token_file"}
 )
-"""Fields of the settings that follow from other values of the chart."""
+"""Fields of the settings that follow from other values of the chart, or that a LeaderWorkerSet's
+controller gives the pods of a slice."""
 
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
@@ -186,7 +188,6 @@ def schema() -> Schema:
                 "publicClientCa": FLAG,
             }
         ),
-        "experimentalMultiHost": FLAG,
         "logFormat": one_of("json", "text"),
         "podSecurity": closed({"runAsUser": ids, "runAsGroup": ids, "fsGroup": ids}),
         "topologySpread": closed(

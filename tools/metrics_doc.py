@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from common.engine_service import hosts_missing
 from common.metrics import Definition, Metrics
 from common.server import Health
 from common.types import TreeShape
@@ -31,8 +32,10 @@ def service_metrics(service: str) -> Metrics:
     if service == "router":
         RouterMetrics(metrics)
     elif service == "draft":
+        hosts_missing(metrics)
         DraftMetrics(metrics, TreeShape(max_depth=5, top_k=4, max_nodes=16), 512)
     else:
+        hosts_missing(metrics)
         VerifyMetrics(metrics, 16, 64)
     return metrics
 

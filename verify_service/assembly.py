@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from common.errors import StartupError
+from common.group.leader import Leader
 from common.log import get_logger
 from common.tensors import FeatureDtype
 from kernels.backend import backend_for_platform
@@ -53,9 +55,28 @@ LAYERS_PER_PROGRAM = 3
 """On a CPU; ten dispatches a step for SmolLM2. See verify_service/program.py."""
 
 
-def assemble(config: VerifyConfig) -> Assembly:
+def assemble(config: VerifyConfig, group: Leader | None) -> Assembly:
     """The warm engine and what is said of it. Raises StartupError with one line."""
-    set_up_jax(config.platform, config.compile_cache)
+    engine, identity = build_engine(config, group)
+    if group is not None:
+        group.await_ready(facts_of(engine, identity))
+    step_times = step_curve.measure(engine)
+    for point in step_times:
+        _logger.info("step time", **asdict(point))
+    limits, info = _limits(config, engine), _info(config, engine, identity, step_times)
+    return Assembly(engine, limits, info, _budget(config, step_times), _gate(config))
+
+
+def facts_of(engine: DeviceEngine, identity: Identity) -> dict[str, Any]:
+    """What the hosts of a slice must agree on, beside their settings."""
+    return identity.as_dict() | {"boundaries": list(engine.target.boundaries)}
+
+
+def build_engine(
+    config: VerifyConfig, group: Leader | None = None
+) -> tuple[DeviceEngine, Identity]:
+    """The engine, its programs compiled, on any host of a slice. Raises StartupError."""
+    set_up_jax(config)
     try:
         config = config.model_copy(update={"model": resolve_model(config.model)})
         boundaries = _boundaries(config)
@@ -77,15 +98,11 @@ def assemble(config: VerifyConfig) -> Assembly:
         seconds=round(time.monotonic() - begun, 2),
         boundaries=list(target.boundaries),
     )
-    engine = _engine(config, target, params, mesh)
+    engine = _engine(config, target, params, mesh, group)
     begun = time.monotonic()
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
-    step_times = step_curve.measure(engine)
-    for point in step_times:
-        _logger.info("step time", **asdict(point))
-    limits, info = _limits(config, engine), _info(config, engine, identity, step_times)
-    return Assembly(engine, limits, info, _budget(config, step_times), _gate(config))
+    return engine, identity
 
 
 def _boundaries(config: VerifyConfig) -> tuple[int, ...] | None:
@@ -111,7 +128,11 @@ def _report_loading(placed: int, total: int) -> None:
 
 
 def _engine(
-    config: VerifyConfig, target: TargetConfig, params: dict[str, object], mesh: Mesh | None
+    config: VerifyConfig,
+    target: TargetConfig,
+    params: dict[str, object],
+    mesh: Mesh | None,
+    group: Leader | None,
 ) -> DeviceEngine:
     try:
         chip = chip_by_name(config.chip) if config.chip else None
@@ -136,6 +157,7 @@ def _engine(
                 chip=chip,
             ),
             mesh,
+            group,
         )
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]

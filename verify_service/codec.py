@@ -1,29 +1,26 @@
-"""Between wire messages and the machine's commands and events: the only code here that knows both.
-
-A command that cannot be read becomes a `Failed` event of its own sequence; nothing a router sends
-ends its stream.
-"""
+"""Between wire messages and the machine's commands and events: the only code that knows both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypedDict
 
 import numpy as np
 
 from canopy.v1 import types_pb2, verify_pb2
 from common.noise_key import seed_of_choice
-from common.tensors import FeaturePiece
-from common.types import (
-    DraftTree,
-    ErrorCode,
-    SamplingParams,
-    SequenceFailure,
-    SequenceState,
-    TopLogprobs,
+from common.sequence_codec import (
+    SEQUENCE_ID_BYTES,
+    Head,
+    decode_commands,
+    encode_error,
+    encode_state,
+    head_of,
+    invalid,
+    unknown_command,
 )
+from common.tensors import FeaturePiece
+from common.types import DraftTree, SamplingParams, TopLogprobs
 from verify_service.commands import (
-    NO_ROUND,
     Attach,
     Close,
     Command,
@@ -36,39 +33,12 @@ from verify_service.commands import (
 from verify_service.events import Closed, Event, Failed, Preempted, RoundDone, StateReport
 from verify_service.info import PROTOCOL_VERSION, VerifyInfo
 
-SEQUENCE_ID_BYTES = 16
-
-
-class _Base(TypedDict):
-    """What every command has."""
-
-    sequence_id: bytes
-    epoch: int
-    acked_round: int
-
 
 def decode_request(
     stream: int, request: verify_pb2.VerifyRequest
 ) -> tuple[list[Command], list[Failed]]:
     """The frame's commands, and an error for each that could not be read."""
-    commands: list[Command] = []
-    errors: list[Failed] = []
-    for message in request.commands:
-        try:
-            commands.append(_command(message))
-        except SequenceFailure as failure:
-            errors.append(
-                Failed(
-                    stream=stream,
-                    sequence_id=message.sequence_id,
-                    epoch=message.epoch,
-                    code=failure.code,
-                    message=failure.message,
-                    round=failure.round,
-                    state=failure.state,
-                )
-            )
-    return commands, errors
+    return decode_commands(stream, request.commands, _command)
 
 
 def encode_events(events: Iterable[Event]) -> verify_pb2.VerifyResponse:
@@ -121,50 +91,41 @@ def encode_pieces(pieces: Iterable[FeaturePiece]) -> verify_pb2.ReceiveFeaturesR
     )
 
 
-def _invalid(message: str, round_: int = 0) -> SequenceFailure:
-    return SequenceFailure(ErrorCode.INVALID, message, round_=round_)
-
-
 def _command(message: verify_pb2.VerifyCommand) -> Command:
-    sequence_id = message.sequence_id
-    if len(sequence_id) != SEQUENCE_ID_BYTES:
-        raise _invalid(f"sequence_id: {len(sequence_id)} bytes; must be {SEQUENCE_ID_BYTES}")
-    epoch = message.epoch
-    acked = message.acked_round if message.HasField("acked_round") else NO_ROUND
-    base = _Base(sequence_id=sequence_id, epoch=epoch, acked_round=acked)
+    head = head_of(message)
     match message.WhichOneof("command"):
         case "open":
-            return _open(base, message.open)
+            return _open(head, message.open)
         case "attach":
             known = message.attach.HasField("features_from")
-            return Attach(**base, features_from=message.attach.features_from if known else None)
+            return Attach(**head, features_from=message.attach.features_from if known else None)
         case "verify_tree":
             body = message.verify_tree
             tree = _tree(body.tree, body.round)
-            return VerifyTree(**base, round=body.round, kv_len=body.kv_len, tree=tree)
+            return VerifyTree(**head, round=body.round, kv_len=body.kv_len, tree=tree)
         case "rollback":
             cut = message.rollback
-            return Rollback(**base, committed_len=cut.committed_len, round=cut.round)
+            return Rollback(**head, committed_len=cut.committed_len, round=cut.round)
         case "close":
-            return Close(**base)
+            return Close(**head)
         case "foresee":
             ahead = message.foresee
             outcomes = {
                 tuple(each.tokens): _tree(each.tree, ahead.round) for each in ahead.outcomes
             }
-            return Foresee(**base, round=ahead.round, outcomes=outcomes)
+            return Foresee(**head, round=ahead.round, outcomes=outcomes)
         case "replay_features":
-            return ReplayFeatures(**base, position=message.replay_features.position)
+            return ReplayFeatures(**head, position=message.replay_features.position)
         case _:
-            raise _invalid("command: none given, or one that this version does not know")
+            raise unknown_command()
 
 
-def _open(base: _Base, body: verify_pb2.VerifyOpen) -> Open:
+def _open(head: Head, body: verify_pb2.VerifyOpen) -> Open:
     if body.fork_of and len(body.fork_of) != SEQUENCE_ID_BYTES:
         message = f"fork_of: {len(body.fork_of)} bytes; must be {SEQUENCE_ID_BYTES}, or empty"
-        raise _invalid(message, body.round)
+        raise invalid(message, body.round)
     return Open(
-        **base,
+        **head,
         tokens=tuple(body.tokens),
         num_prompt_tokens=body.num_prompt_tokens,
         sampling=_sampling(body),
@@ -199,7 +160,7 @@ def _sampling(body: verify_pb2.VerifyOpen) -> SamplingParams:
         prompt_logprobs=body.prompt_logprobs if body.HasField("prompt_logprobs") else None,
     )
     if not sampling.is_greedy and not params.HasField("seed"):
-        raise _invalid(
+        raise invalid(
             "sampling.seed: unset at a temperature above 0; the router chooses one", body.round
         )
     return sampling
@@ -215,16 +176,7 @@ def _tree(body: types_pb2.DraftTree, round_: int) -> DraftTree:
         narrow[:1] = -1  # parents[0] means nothing on the wire
         return DraftTree(tokens.astype(np.int32), narrow, np.array(body.scores, np.float32))
     except ValueError as error:
-        raise _invalid(str(error), round_) from error
-
-
-def _state(state: SequenceState) -> types_pb2.SequenceState:
-    return types_pb2.SequenceState(
-        epoch=state.epoch,
-        next_round=state.next_round,
-        committed_len=state.committed_len,
-        kv_len=state.kv_len,
-    )
+        raise invalid(str(error), round_) from error
 
 
 def _top(place: TopLogprobs) -> types_pb2.TokenLogprobs:
@@ -237,7 +189,7 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
     message = verify_pb2.VerifyEvent(sequence_id=event.sequence_id, epoch=event.epoch)
     match event:
         case StateReport():
-            message.state.CopyFrom(_state(event.state))
+            message.state.CopyFrom(encode_state(event.state))
         case RoundDone():
             result = event.result
             message.result.CopyFrom(
@@ -260,14 +212,7 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
                 )
             )
         case Failed():
-            message.error.CopyFrom(
-                types_pb2.SequenceError(
-                    code=f"SEQUENCE_ERROR_CODE_{event.code.name}",
-                    message=event.message,
-                    round=event.round,
-                    state=_state(event.state),
-                )
-            )
+            message.error.CopyFrom(encode_error(event))
         case Preempted():
             message.preempted.SetInParent()
         case Closed():

@@ -5,23 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from common.messages import NO_ROUND as NO_ROUND
+from common.messages import BaseCommand
+from common.messages import Close as Close
+from common.messages import Rollback as Rollback
 from common.types import DraftTree, SamplingParams
 
-NO_ROUND = -1
-"""`acked_round` when nothing is acknowledged yet."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Addressed:
-    """`epoch`: the link epoch. `acked_round`: last round whose result the router has."""
-
-    sequence_id: bytes
-    epoch: int
-    acked_round: int = NO_ROUND
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Open(_Addressed):
+class Open(BaseCommand):
     """Begins a sequence, or re-begins it after a loss, with all its tokens so far.
 
     `tokens`: prompt and what was emitted before, at least one. `round`: the round that rides on the
@@ -42,14 +34,14 @@ class Open(_Addressed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attach(_Addressed):
+class Attach(BaseCommand):
     """Takes the sequence over after a reconnect. `features_from` None: of replayed results."""
 
     features_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyTree(_Addressed):
+class VerifyTree(BaseCommand):
     """One round. `kv_len`: where the root's KV row goes."""
 
     round: int
@@ -58,27 +50,14 @@ class VerifyTree(_Addressed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollback(_Addressed):
-    """Cuts to `committed_len` tokens; `round` is the next one."""
-
-    committed_len: int
-    round: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Close(_Addressed):
-    """Ends the sequence and frees what it holds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayFeatures(_Addressed):
+class ReplayFeatures(BaseCommand):
     """Sends features again from `position`, or from the oldest row still held."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foresee(_Addressed):
+class Foresee(BaseCommand):
     """Trees for outcomes of the round before `round`, by what it would emit."""
 
     round: int

@@ -7,11 +7,12 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from common.config import IntList, ServiceConfig
+from common.config import IntList
+from common.device_config import DeviceConfig
 from verify_service.batch import ROW_BUCKETS
 
 
-class VerifyConfig(ServiceConfig):
+class VerifyConfig(DeviceConfig):
     """Settings of the verify service: the target model, which checks draft trees."""
 
     SERVICE: ClassVar[str] = "verify"
@@ -23,11 +24,6 @@ class VerifyConfig(ServiceConfig):
     )
     boundaries: IntList = Field(
         (), description="Captured boundaries, as 2,15,27; overrides --head. Neither: defaults."
-    )
-    platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="Where the target runs.")
-    chip: str = Field("", description="TPU generation, as v5e; required on TPU.")
-    tensor_parallel: int = Field(
-        1, ge=1, le=256, description="Chips of this host that the target is split over."
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and KV.")
     page_size_tokens: int = Field(16, ge=1, le=1024, description="Tokens of a KV page.")
@@ -77,9 +73,6 @@ class VerifyConfig(ServiceConfig):
     gather_seconds: float = Field(
         0.0005, ge=0, le=1, description="A step waits this long for sequences about to come back."
     )
-    compile_cache: str = Field(
-        "~/.cache/canopy/programs", description="Directory of compiled programs; empty: none."
-    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -94,8 +87,6 @@ class VerifyConfig(ServiceConfig):
                 f" ({self.max_sequences}) + max_prefill_tokens ({self.max_prefill_tokens}); raise"
                 " it, or lower one of the two"
             )
-        if self.platform == "tpu" and not self.chip:
-            raise ValueError("chip: not set; --platform tpu needs --chip, as v5e, v6e or tpu7x")
         return self
 
     @property

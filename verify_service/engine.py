@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from common.group.leader import Leader, in_step
+from common.group.wire import Array
 from common.log import get_logger
 from kernels.backend import Backend
 from kernels.chips import Chip
@@ -21,7 +23,7 @@ from models.layers import Params
 from models.sharding import PAGES_SPEC
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
 from verify_service.outcomes import HostArrays, cut_outcomes
-from verify_service.program import DeviceState, SplitStep, StepParts, WholeStep
+from verify_service.program import DeviceState, SplitStep, StepOutput, StepParts, WholeStep
 from verify_service.slots import Slots
 from verify_service.step import SequenceOutcome, SequenceWork
 
@@ -77,7 +79,9 @@ class EngineConfig:
 
 
 class DeviceEngine:
-    """Implements `step.VerifyEngine`. Called from one thread."""
+    """Implements `step.VerifyEngine`; on the further hosts of a slice, `common.group.life`'s
+    FollowingEngine. Called from one thread.
+    """
 
     def __init__(
         self,
@@ -85,9 +89,13 @@ class DeviceEngine:
         params: Params,
         config: EngineConfig,
         mesh: Mesh | None = None,
+        group: Leader | None = None,
     ) -> None:
-        """`mesh`: where `params` are split over chips (`models.target.load_target`)."""
+        """`mesh`: where `params` are split over chips (`models.target.load_target`). `group`: of
+        the leader of several hosts, who are told of everything that runs on all their devices.
+        """
         self.target, self.config = target, config
+        self._group = group
         self._params = params
         self._mesh = mesh if target.num_shards > 1 else None
         shape = pages_shape(
@@ -99,7 +107,8 @@ class DeviceEngine:
         )
         where = None if self._mesh is None else NamedSharding(self._mesh, PAGES_SPEC)
         self._pages = jnp.zeros(shape, target.dtype, device=where)
-        self._slots = Slots(config.max_sequences, target.stored_vocab_size, self._mesh)
+        num_tokens = target.stored_vocab_size
+        self._slots = Slots(config.max_sequences, num_tokens, self._mesh, group)
         self.pages_bytes = pages_bytes(shape, target.dtype)
         self._buckets = config.buckets()
         self._programs: dict[Bucket, Step] = {}
@@ -120,23 +129,43 @@ class DeviceEngine:
             return []
         bucket = self._bucket_for(works)
         buffer = pack(works, self.config.shape, bucket)
-        program = self._program(bucket)
-        self._slots.prepare(works)
-        out = program(DeviceState(self._pages, self._slots.state), buffer)
+        with in_step(self._group):
+            self._slots.prepare(works)
+            if self._group is not None:
+                number = np.array(self._buckets.index(bucket), np.int32)
+                self._group.tell("step", number, buffer)
+            out = self._run_program(bucket, buffer)
+            outcomes = self._fetch(works, out)
+        self._slots.note(works, outcomes)
+        return outcomes
+
+    def follow(self, operation: str, arrays: Sequence[Array]) -> None:
+        """See `common.group.life.FollowingEngine`."""
+        if operation == "slot":
+            self._slots.set(*arrays)
+        else:
+            number, buffer = arrays
+            out = self._run_program(self._buckets[int(number)], buffer)
+            jax.block_until_ready(out.small)  # type: ignore[no-untyped-call]
+
+    def _run_program(self, bucket: Bucket, buffer: Array) -> StepOutput:
+        out = self._program(bucket)(DeviceState(self._pages, self._slots.state), buffer)
         self._pages, self._slots.state = out.state
+        return out
+
+    def _fetch(self, works: Sequence[SequenceWork], out: StepOutput) -> list[SequenceOutcome]:
+        """A step's results on the host: one transfer, and others for what is asked for."""
         wanted = any(work.wants_features for work in works)
         if wanted:
             out.features.copy_to_host_async()
         small = self.config.shape.results().views(np.asarray(out.small))
-        outcomes = cut_outcomes(
+        return cut_outcomes(
             works,
             small,
             top=_fetch(out.top, any(work.sampling.top_logprobs for work in works)),
             prompt=_fetch(out.prompt, any(work.num_scored for work in works)),
             features=np.asarray(out.features) if wanted else None,
         )
-        self._slots.note(works, outcomes)
-        return outcomes
 
     def _bucket_for(self, works: Sequence[SequenceWork]) -> Bucket:
         """The smallest bucket that holds the works. Raises ValueError naming what is too large."""

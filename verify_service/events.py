@@ -9,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from common.types import ErrorCode, SequenceState, TopLogprobs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Addressed:
-    stream: int
-    sequence_id: bytes
-    epoch: int
+from common.messages import BaseEvent
+from common.messages import Closed as Closed
+from common.messages import Failed as Failed
+from common.messages import StateReport as StateReport
+from common.types import TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,35 +47,13 @@ class RoundResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateReport(_Addressed):
-    """Answers Open, Attach and Rollback."""
-
-    state: SequenceState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundDone(_Addressed):
+class RoundDone(BaseEvent):
     result: RoundResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(_Addressed):
-    """One command failed. `epoch` is the command's; `state.epoch` the sequence's."""
-
-    code: ErrorCode
-    message: str
-    round: int
-    state: SequenceState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preempted(_Addressed):
+class Preempted(BaseEvent):
     """Put out for want of pages or a slot; recomputed later, and the pending round still runs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed(_Addressed):
-    pass
 
 
 Event: TypeAlias = StateReport | RoundDone | Failed | Preempted | Closed

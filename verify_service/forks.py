@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 
-from verify_service.registry import Registry
+from verify_service.registry import VerifyRegistry
 from verify_service.sequences import VerifySequence
 
 
-def source_of(sequence: VerifySequence, registry: Registry) -> VerifySequence | None:
+def source_of(sequence: VerifySequence, registry: VerifyRegistry) -> VerifySequence | None:
     """The sequence to fork from; None: there is none, or its rows are not this one's to take."""
     source = registry.get(sequence.fork_of) if sequence.fork_of else None
     if source is None or source is sequence or not source.is_resident:

@@ -38,7 +38,7 @@ from verify_service.events import Closed, Event, Failed, RoundDone, StateReport
 from verify_service.features import FeatureWindow
 from verify_service.limits import VerifyLimits
 from verify_service.prefix_cache import PrefixCounts
-from verify_service.registry import Registry
+from verify_service.registry import VerifyRegistry
 from verify_service.residency import Residency
 from verify_service.sequences import Foreseen, PendingRound, VerifySequence
 from verify_service.step import SequenceOutcome, SequenceWork, TokenHistory
@@ -62,7 +62,7 @@ class VerifyMachine:
     ) -> None:
         self._limits = limits
         self._residency = Residency(limits)
-        self._registry = Registry(limits, self._residency)
+        self._registry = VerifyRegistry(limits, self._residency)
         self._stepper = Stepper(limits, self._registry, self._residency, budget, gate)
         self._with_features: dict[bytes, None] = {}  # sequences with rows to send, in turn
         self._draining = False

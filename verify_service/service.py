@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +9,7 @@ import grpc
 import grpc.aio
 
 from canopy.v1 import verify_pb2, verify_pb2_grpc
-from common.outbox import Outbox
+from common.outbox import Outbox, beside
 from common.tensors import MAX_PIECE_BYTES, FeaturePiece, split_rows
 from verify_service.codec import decode_request, encode_events, encode_pieces
 from verify_service.events import Event
@@ -43,38 +41,32 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         loop, link_id = self._loop, await _link_id(context)
         stream, outbox = self._hub.open(link_id)
         loop.connect(stream)
-        reader = asyncio.create_task(self._read(stream, outbox, request_iterator))
         try:
-            while events := await outbox.take():
-                yield encode_events(events)
-            if outbox.overflowed:
-                message = "events are not read fast enough; attach again and read on"
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+            async with beside(self._read(stream, outbox, request_iterator)):
+                while events := await outbox.take():
+                    yield encode_events(events)
+                if outbox.overflowed:
+                    message = "events are not read fast enough; attach again and read on"
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         finally:
-            reader.cancel()
             self._hub.close(stream, link_id)
             loop.disconnect(stream)
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
 
     async def ReceiveFeatures(
         self, request_iterator: AsyncIterator[verify_pb2.ReceiveFeaturesRequest], context: Context
     ) -> AsyncIterator[verify_pb2.ReceiveFeaturesResponse]:
         link_id = await _link_id(context)
         receiver = self._hub.add_receiver(link_id)
-        reader = asyncio.create_task(_read_credit(receiver, request_iterator))
         try:
-            while not receiver.ended:
-                receiver.wake.clear()
-                while pieces := self._next_pieces(link_id, receiver):
-                    yield encode_pieces(pieces)
-                if not receiver.ended:
-                    await receiver.wake.wait()
+            async with beside(_read_credit(receiver, request_iterator)):
+                while not receiver.ended:
+                    receiver.wake.clear()
+                    while pieces := self._next_pieces(link_id, receiver):
+                        yield encode_pieces(pieces)
+                    if not receiver.ended:
+                        await receiver.wake.wait()
         finally:
-            reader.cancel()
             self._hub.remove_receiver(link_id, receiver)
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
 
     @property
     def _loop(self) -> VerifyLoop:

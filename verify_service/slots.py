@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from common.group.leader import Leader
+from common.group.wire import Array
 from kernels.adjust_logits.api import empty_state, seen_row
 from kernels.adjust_logits.types import SlotState
 from models.sharding import VOCABULARY_SPEC
@@ -30,13 +32,14 @@ def _set(state: SlotState, slot: jax.Array, seen: jax.Array, bias: jax.Array) ->
 class Slots:
     """`state` belongs to whoever runs steps: a step takes it and gives the next one back."""
 
-    def __init__(self, num_slots: int, vocab_size: int, mesh: Mesh | None) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, mesh: Mesh | None, group: Leader | None = None
+    ) -> None:
         """`vocab_size`: with padding, so that the mesh's chips have equal shares of it."""
-        self.state = empty_state(num_slots, vocab_size)
-        where = None
-        if mesh is not None:
-            where = NamedSharding(mesh, VOCABULARY_SPEC)
-            self.state = jax.device_put(self.state, where)
+        where = None if mesh is None else NamedSharding(mesh, VOCABULARY_SPEC)
+        empty = jax.jit(lambda: empty_state(num_slots, vocab_size), out_shardings=where)
+        self.state = SlotState(*empty())
+        self._group = group
         self._vocab_size = vocab_size
         self._known: dict[int, tuple[TokenHistory, int]] = {}  # slot -> whose, and its rows so far
         seen, bias = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, np.float32)
@@ -65,7 +68,14 @@ class Slots:
         for token, value in work.sampling.logit_bias:
             bias[token] = value
         seen = seen_row(prompt, answer, self._vocab_size)
-        self.state = SlotState(*self._set(self.state, np.int32(work.slot), seen, bias))
+        slot = np.array(work.slot, np.int32)
+        if self._group is not None:
+            self._group.tell("slot", slot, seen, bias)
+        self.set(slot, seen, bias)
+
+    def set(self, slot: Array, seen: Array, bias: Array) -> None:
+        """Sets one slot; every host of a slice must."""
+        self.state = SlotState(*self._set(self.state, slot, seen, bias))
 
 
 def root_nodes(node_parents: jax.Array, node_sequence: jax.Array, batch: int) -> jax.Array:

@@ -16,7 +16,7 @@ from verify_service.budget import TreeBudget
 from verify_service.draft_gate import DraftGate
 from verify_service.events import Event, Preempted, RoundDone, RoundResult
 from verify_service.limits import VerifyLimits
-from verify_service.registry import Registry
+from verify_service.registry import VerifyRegistry
 from verify_service.residency import Residency
 from verify_service.scheduling import share_nodes, share_prefill
 from verify_service.sequences import PendingRound, RoundTurn, VerifySequence
@@ -61,7 +61,7 @@ class Stepper:
     def __init__(
         self,
         limits: VerifyLimits,
-        registry: Registry,
+        registry: VerifyRegistry,
         residency: Residency,
         budget: TreeBudget | None = None,
         gate: DraftGate | None = None,

@@ -7,10 +7,9 @@ not read ends the stream, features wait in the machine's windows until credit pu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.outbox import Outbox
+from common.outbox import Outbox, Outboxes
 from verify_service.events import Event
 
 
@@ -31,39 +30,28 @@ class FeatureReceiver:
         self.wake.set()
 
 
-class StreamHub:
-    """Numbers the streams and finds outboxes and receivers."""
+class StreamHub(Outboxes[Event]):
+    """The outboxes, and the receivers of features."""
 
     def __init__(self) -> None:
-        self._outboxes: dict[int, Outbox[Event]] = {}
+        super().__init__()
         self._stream_of_link: dict[str, int] = {}  # the newest
         self._receivers: dict[str, FeatureReceiver] = {}
-        self._num_streams = 0
 
     def open(self, link_id: str) -> tuple[int, Outbox[Event]]:
-        self._num_streams += 1
-        stream = self._num_streams
-        self._outboxes[stream] = Outbox[Event]()
+        stream, outbox = self.open_outbox()
         self._stream_of_link[link_id] = stream
-        return stream, self._outboxes[stream]
+        return stream, outbox
 
     def close(self, stream: int, link_id: str) -> None:
-        del self._outboxes[stream]
+        self.close_outbox(stream)
         if self._stream_of_link.get(link_id) == stream:
             del self._stream_of_link[link_id]
 
     def close_all(self) -> None:
-        for outbox in self._outboxes.values():
-            outbox.close()
+        super().close_all()
         for receiver in self._receivers.values():
             receiver.end()
-
-    def deliver(self, events: Sequence[Event]) -> None:
-        """Events of streams that are gone are dropped: an Attach has results sent again."""
-        for event in events:
-            outbox = self._outboxes.get(event.stream)
-            if outbox is not None:
-                outbox.put(event)
 
     def stream_of(self, link_id: str) -> int | None:
         return self._stream_of_link.get(link_id)

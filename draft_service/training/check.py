@@ -192,7 +192,10 @@ def _answers(
             break
         if not line.strip():
             continue
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except ValueError:
+            raise ValueError(f"prompts: {settings.prompts}:{number} is not JSON") from None
         if row.get("prompt_ids") and row.get("response_ids"):
             if float(row.get("temperature", 0.0)) == settings.temperature:
                 answers.append(Answer(list(row["prompt_ids"]), list(row["response_ids"])))

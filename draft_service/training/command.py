@@ -51,8 +51,10 @@ def train(parsed: argparse.Namespace) -> int:
         overrides[field] = yaml.safe_load(value)
     try:
         head = run(load_recipe(parsed.recipe, overrides), parsed.max_steps)
-    except (ModelError, ValueError, OSError) as error:
+    except (ModelError, ValueError) as error:
         raise StartupError(str(error)) from error
+    except OSError as error:
+        raise StartupError(f"{error.filename}: {error.strerror}; check the path") from error
     print(json.dumps({"head": str(head)}))
     return 0
 
@@ -90,8 +92,10 @@ def generate_data(parsed: argparse.Namespace) -> int:
     try:
         for progress in generate_responses(settings):
             print(json.dumps(progress), flush=True)
-    except (ModelError, ValueError, OSError) as error:
+    except (ModelError, ValueError) as error:
         raise StartupError(str(error)) from error
+    except OSError as error:
+        raise StartupError(f"{error.filename}: {error.strerror}; check the path") from error
     return 0
 
 
@@ -142,8 +146,10 @@ def check(parsed: argparse.Namespace) -> int:
     )
     try:
         found = check_head(settings, lambda line: print(line, file=sys.stderr, flush=True))
-    except (ModelError, ValueError, OSError) as error:
+    except (ModelError, ValueError) as error:
         raise StartupError(str(error)) from error
+    except OSError as error:
+        raise StartupError(f"{error.filename}: {error.strerror}; check the path") from error
     print(json.dumps(found.as_dict()) if parsed.json else found.as_text())
     return 0
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from models.config import MODEL_AXIS, check_shares
 from models.layers import AttentionSpec, DType
 from models.rope import RopeConfig
 
@@ -72,6 +73,9 @@ class HeadConfig:
     `boundaries` ascend; empty for FeatureKind.LAST, and in a description made without a target
     where the files leave them open. `embedding_layers[i]`: layer i is fed [embedding, hidden] (2H)
     and not hidden alone. `windows[i]`: tokens layer i sees back, itself included; None: all.
+
+    All sizes are the whole head's; with `num_shards` > 1 the properties named `local_` are those of
+    one chip, and the modules must run inside a `shard_map` over MODEL_AXIS (models/sharding.py).
     """
 
     layout: str
@@ -98,6 +102,53 @@ class HeadConfig:
     lm_head_source: TableSource
     dtype: DType = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
     provenance: tuple[Choice, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    num_shards: int = 1
+
+    @property
+    def axis(self) -> str | None:
+        """The mesh axis to sum over, None on a single chip."""
+        return MODEL_AXIS if self.num_shards > 1 else None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def local_kv_heads(self) -> int:
+        return max(1, self.num_kv_heads // self.num_shards)
+
+    @property
+    def stored_kv_heads(self) -> int:
+        """KV heads of all chips' pages together: repeated where chips are more than heads."""
+        return self.local_kv_heads * self.num_shards
+
+    @property
+    def local_attention(self) -> AttentionSpec:
+        return dataclasses.replace(
+            self.attention,
+            num_heads=self.attention.num_heads // self.num_shards,
+            num_kv_heads=self.local_kv_heads,
+            axis=self.axis,
+        )
+
+    @property
+    def local_mlp_size(self) -> int:
+        return self.mlp_size // self.num_shards
+
+    @property
+    def local_draft_vocab_size(self) -> int:
+        """Rows of the lm_head on a chip; the last chips' may end in padding."""
+        return -(-self.draft_vocab_size // self.num_shards)
+
+    @property
+    def local_target_vocab_size(self) -> int:
+        """Rows of the embedding on a chip, likewise."""
+        return -(-self.target_vocab_size // self.num_shards)
+
+    @property
+    def local_feature_size(self) -> int:
+        """Features that a chip's part of fc reads."""
+        return self.feature_size // self.num_shards
 
     @property
     def num_layers(self) -> int:
@@ -115,5 +166,14 @@ class HeadConfig:
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """On all chips together."""
         spec = self.attention
-        return self.num_layers * spec.num_kv_heads * 2 * spec.head_dim * self.dtype.itemsize
+        return self.num_layers * self.stored_kv_heads * 2 * spec.head_dim * self.dtype.itemsize
+
+    def with_shards(self, num_shards: int) -> HeadConfig:
+        """For so many chips. Raises ModelError unless each gets an equal share."""
+        parts = {"attention heads": self.attention.num_heads, "MLP width": self.mlp_size}
+        if self.has_fc:
+            parts["features"] = self.feature_size
+        check_shares(num_shards, "head", parts, self.num_kv_heads)
+        return dataclasses.replace(self, num_shards=num_shards)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models.checkpoint import FETCH_AGAIN, HostArray, TensorEntry, open_checkpoint, read_json
@@ -23,6 +22,7 @@ from models.eagle3.normalise import normalise
 from models.eagle3.vocabulary import read_draft_to_target
 from models.errors import CheckpointError, ModelError
 from models.layers import Params
+from models.loading import place_whole
 from models.target import Progress, flatten, unflatten
 from models.target_tables import (
     TargetFacts,
@@ -30,6 +30,9 @@ from models.target_tables import (
     read_output_table,
     read_target_facts,
 )
+
+Leaf = tuple[str, ...]
+"""The path of a parameter."""
 
 _MODULES = {
     "embed_norm": "input_layernorm",
@@ -66,8 +69,9 @@ def load_head(
     dtype: DTypeLike = np.float32,
     overrides: HeadOverrides | None = None,
     progress: Progress | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[HeadConfig, Params]:
-    """Description and parameters (on the default device) of a published head.
+    """Description and parameters of a published head, on the default device or split over a mesh.
 
     Args:
       target_directory: the target's own directory, of which only the embedding and, where the head
@@ -83,26 +87,54 @@ def load_head(
     directory = Path(directory)
     facts = read_target_facts(Path(target_directory))
     config, tensors = open_head(directory, facts, overrides or HeadOverrides(), dtype)
-    shapes: dict[tuple[str, ...], tuple[int, ...]] = {
-        path: tuple(leaf.shape) for path, leaf in flatten(head_shapes(config))
-    }
+    shapes = _shapes(config)
     names = {path: checkpoint_name(path, config, tensors) for path in shapes}
     check_tensors(directory, config, tensors, set(names.values()))
-    leaves: dict[tuple[str, ...], jax.Array] = {}
-    total = len(shapes) + 2
+    if mesh is not None and mesh.size > 1:
+        config = config.with_shards(mesh.size)
+    else:
+        mesh = None
+    local = _shapes(config)
+    leaves: dict[Leaf, jax.Array] = {}
+    shares_table = _shares_table(config, facts)
+    total = len(shapes) + (2 if shares_table else 3)
+
+    def place(path: Leaf, host: HostArray, shape: tuple[int, ...]) -> None:
+        leaves[path] = place_whole(host, path, shape, config, mesh)
+        if progress is not None:
+            progress(len(leaves), total)
+
     for path, shape in shapes.items():
-        leaves[path] = _read_leaf(tensors[names[path]], path, shape, config)
-        if progress is not None:
-            progress(len(leaves), total)
+        place(path, _read_leaf(tensors[names[path]], path, shape, config), local[path])
     for table in ("embedding", "lm_head"):
-        leaves[(table,)] = _read_table(table, config, tensors, facts, leaves)
-        if progress is not None:
-            progress(len(leaves), total)
+        if table == "lm_head" and shares_table:
+            leaves[("lm_head",)] = leaves[("embedding",)]  # held once
+        else:
+            host = _read_table(table, config, tensors, facts)
+            place((table,), host, _table_shape(table, config))
     draft_to_target = read_draft_to_target(
         tensors.get("d2t"), tensors.get("t2d"), config.draft_vocab_size, config.target_vocab_size
     )
-    leaves[("draft_to_target",)] = jnp.asarray(draft_to_target)
+    place(("draft_to_target",), draft_to_target, draft_to_target.shape)
     return config, unflatten(leaves)
+
+
+def _shapes(config: HeadConfig) -> dict[Leaf, tuple[int, ...]]:
+    """Of the module's own parameters, as one chip holds them."""
+    return {path: tuple(leaf.shape) for path, leaf in flatten(head_shapes(config))}
+
+
+def _table_shape(table: str, config: HeadConfig) -> tuple[int, ...]:
+    """As one chip holds it."""
+    if table == "embedding":
+        return (config.local_target_vocab_size, config.hidden_size)
+    return (config.local_draft_vocab_size, config.hidden_size)
+
+
+def _shares_table(config: HeadConfig, facts: TargetFacts) -> bool:
+    """Whether lm_head and embedding are one table, the target's."""
+    tables = (config.embedding_source, config.lm_head_source)
+    return facts.tied_embeddings and tables == (TableSource.TARGET, TableSource.TARGET)
 
 
 def checkpoint_name(
@@ -153,7 +185,7 @@ def check_tensors(
 
 def _read_leaf(
     entry: TensorEntry, path: tuple[str, ...], shape: tuple[int, ...], config: HeadConfig
-) -> jax.Array:
+) -> HostArray:
     """One parameter; a kernel is stored [out, in] in files and kept [in, out] here."""
     is_kernel = path[-1] == "kernel"
     stored_shape = shape[::-1] if is_kernel else shape
@@ -163,7 +195,7 @@ def _read_leaf(
             f" {list(stored_shape)}; config.json and weights do not belong together: {FETCH_AGAIN}"
         )
     host = _floats(entry, entry.read(), config)
-    return jnp.asarray(np.ascontiguousarray(host.T) if is_kernel else host).block_until_ready()
+    return np.ascontiguousarray(host.T) if is_kernel else host
 
 
 def _read_table(
@@ -171,8 +203,7 @@ def _read_table(
     config: HeadConfig,
     tensors: Mapping[str, TensorEntry],
     facts: TargetFacts,
-    leaves: Mapping[tuple[str, ...], jax.Array],
-) -> jax.Array:
+) -> HostArray:
     """The embedding [V, H] or lm_head [K, H], from the head's files or the target's."""
     is_embedding = table == "embedding"
     source = config.embedding_source if is_embedding else config.lm_head_source
@@ -184,14 +215,12 @@ def _read_table(
                 f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}, wanted is"
                 f" {[rows, config.hidden_size]}; this head was made for another target"
             )
-        return jnp.asarray(_floats(entry, entry.read(), config)).block_until_ready()
-    if not is_embedding and facts.tied_embeddings and config.embedding_source is TableSource.TARGET:
-        return leaves[("embedding",)]  # the same table: held once
+        return _floats(entry, entry.read(), config)
     stored = read_embedding(facts) if is_embedding else read_output_table(facts)
-    return jnp.asarray(stored.astype(config.dtype, copy=False)).block_until_ready()
+    return stored.astype(config.dtype, copy=False)
 
 
-def _floats(entry: TensorEntry, stored: HostArray, config: HeadConfig) -> Any:
+def _floats(entry: TensorEntry, stored: HostArray, config: HeadConfig) -> HostArray:
     if entry.dtype.kind in "iub":
         raise ModelError(
             f"{entry.file}: tensor {entry.name} is stored as {entry.dtype}; quantised heads are not"

@@ -17,6 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from models.decoder import embedding_rows
 from models.eagle3.description import FuseNorm, HeadConfig
 from models.layers import Attend, Attention, Linear, Params, RMSNorm, SwiGLU, project_to_vocabulary
 from models.rope import rope_angles
@@ -44,10 +45,17 @@ class HeadLayer(nn.Module):
         if config.embedding_layers[self.layer]:
             inputs = jnp.concatenate([self._norm("embed_norm")(embed), normed], axis=-1)
             residual = normed if config.norm_before_residual else state
-        attention = Attention(config.attention, self.layer, config.dtype, name="attention")
+        attention = Attention(config.local_attention, self.layer, config.dtype, name="attention")
         mixed, block_kv = attention(inputs, angles, attend)
         stream = residual + mixed
-        mlp = SwiGLU(config.mlp_size, config.hidden_size, config.mlp_bias, config.dtype, name="mlp")
+        mlp = SwiGLU(
+            config.local_mlp_size,
+            config.hidden_size,
+            config.mlp_bias,
+            config.dtype,
+            config.axis,
+            name="mlp",
+        )
         return stream + mlp(self._norm("mlp_norm")(stream)), block_kv
 
     def _norm(self, name: str) -> RMSNorm:
@@ -73,8 +81,17 @@ class Fuse(nn.Module):
             ]
             x = jnp.concatenate(normed, axis=-1)
         if config.has_fc:
-            x = Linear(config.hidden_size, config.fc_bias, config.dtype, name="fc")(x)
+            fc = Linear(config.hidden_size, config.fc_bias, config.dtype, config.axis, name="fc")
+            x = fc(self._own_columns(x))
         return x
+
+    def _own_columns(self, x: jax.Array) -> jax.Array:
+        """Those that a chip's part of fc reads; all of them on a single one."""
+        size, axis = self.config.local_feature_size, self.config.axis
+        if axis is None or self.is_initializing():
+            return x[:, :size]
+        own: jax.Array = jax.lax.axis_index(axis)
+        return jax.lax.dynamic_slice_in_dim(x, own * size, size, axis=1)
 
 
 class Head(nn.Module):
@@ -121,8 +138,7 @@ def head_fuse(config: HeadConfig, params: Params, features: jax.Array) -> jax.Ar
 
 def head_embed(config: HeadConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """[T, H] of int32 [T] target token ids; one outside the vocabulary reads the nearest row."""
-    table: jax.Array = params["embedding"]
-    return jnp.take(table, tokens, axis=0, mode="clip")
+    return embedding_rows(params["embedding"], tokens, config.target_vocab_size, config.axis)
 
 
 def head_forward(
@@ -150,13 +166,18 @@ def head_forward(
 
 
 def head_logits(config: HeadConfig, params: Params, out: jax.Array) -> jax.Array:
-    """float32 [T, K] of out [T, H]; the final norm is applied here unless `out` already had it."""
+    """float32 [T, K] of out [T, H]; the final norm is applied here unless `out` already had it.
+
+    On several chips K is what each holds of the draft vocabulary, padding included.
+    """
     normed = out if config.norm_output else _apply(config, params, "normed", out)
     return project_to_vocabulary(normed, params["lm_head"])
 
 
 def head_shapes(config: HeadConfig) -> Params:
-    """The nested shapes of all parameters but the tables, as flax would make them."""
+    """The nested shapes of all parameters but the tables, as flax would make them: what one chip
+    holds of each.
+    """
 
     def keep_q(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
         return q

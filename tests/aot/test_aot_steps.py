@@ -50,6 +50,11 @@ def test_draft_step() -> None:
     check(step, mesh_for(CHIPS["v5e"]))
 
 
+def test_draft_step_split_over_four_chips() -> None:
+    mesh = mesh_for(CHIPS["v5e"], 4)
+    check(steps.draft(LLAMA_ON_4, CHIPS["v5e"], mesh), mesh)
+
+
 def test_split_sampling_exchanges_no_logits() -> None:
     mesh = mesh_for(CHIPS["v6e"], 4)
     call = programs.split_acceptance(programs.MODELS[1], mesh)

@@ -79,7 +79,7 @@ MATRIX: dict[str, Object] = {
     "pull-secrets": {"image": {"pullSecrets": ["a", "b"], "tag": "1.2.3"}},
     "hpa": scaling("hpa"),
     "keda": scaling("keda"),
-    "keda-multihost": {**scaling("keda", slice="v5p-8"), "experimentalMultiHost": True},
+    "keda-multihost": scaling("keda", slice="v5p-8"),
     "pod-monitor": {"monitoring": EVERYTHING},
     "service-monitor": {"monitoring": {**EVERYTHING, "monitor": "serviceMonitor"}},
     "any-namespace": {"networkPolicy": {"monitoringNamespace": ""}},
@@ -90,7 +90,6 @@ MATRIX: dict[str, Object] = {
         }
     },
     "custom-slice": {
-        "experimentalMultiHost": True,
         "verify": {
             "slice": "custom",
             "customSlice": {
@@ -109,9 +108,7 @@ MATRIX: dict[str, Object] = {
     "tokens-alone": {"security": {"publicTokens": "tokens"}},
     "replicas": {"router": {"replicas": 3}, "draft": {"replicas": 2}, "verify": {"replicas": 3}},
     **{
-        f"slice-{name}": {
-            "experimentalMultiHost": True, "draft": {"slice": name}, "verify": {"slice": name}
-        }
+        f"slice-{name}": {"draft": {"slice": name}, "verify": {"slice": name}}
         for name in SLICES
     },
 }  # fmt: skip
@@ -146,7 +143,7 @@ def test_every_object_is_valid(
 
 
 def test_a_misspelt_field_is_seen(render: Render) -> None:
-    values = {"monitoring": EVERYTHING, "verify": {"slice": "v5p-8"}, "experimentalMultiHost": True}
+    values = {"monitoring": EVERYTHING, "verify": {"slice": "v5p-8"}}
     objects = render({**values, "draft": {"autoscaling": {"kind": "keda"}}})
     for kind, path in {
         "Deployment": ("spec", "template", "spec"),
@@ -235,7 +232,7 @@ def test_security_gives_each_side_what_the_other_asks_for(render: Render) -> Non
 @pytest.mark.parametrize("name", ["v5e-8", "v5p-8"])
 def test_services_and_policies_select_the_pods(render: Render, name: str) -> None:
     own = {"slice": name, "replicas": 2}
-    objects = render({"experimentalMultiHost": True, "verify": own, "draft": own})
+    objects = render({"verify": own, "draft": own})
     templates = pods(objects)
     for item in objects:
         if item["kind"] == "Service":
@@ -267,17 +264,18 @@ def test_services_and_policies_select_the_pods(render: Render, name: str) -> Non
             assert owner["spec"]["serviceName"] == governing
 
 
-def test_a_target_is_split_over_the_chips_of_its_host(render: Render) -> None:
-    for name, chips in (("v5e-8", 8), ("v5e-1", 1), ("cpu", None)):
-        config = yaml.safe_load(configs(render({"verify": {"slice": name}}))["verify"])
+@pytest.mark.parametrize("service", ["verify", "draft"])
+def test_models_are_split_over_all_chips_of_the_slice(render: Render, service: str) -> None:
+    for name, chips in (("v5e-8", 8), ("v5e-1", 1), ("cpu", None), ("v6e-16", 16), ("v5p-8", 8)):
+        config = yaml.safe_load(configs(render({service: {"slice": name}}))[service])
         assert config.get("tensor_parallel") == chips
     own = {"slice": "v5e-8", "config": {"tensor_parallel": 4}}
-    config = yaml.safe_load(configs(render({"verify": own}))["verify"])
+    config = yaml.safe_load(configs(render({service: own}))[service])
     assert config["tensor_parallel"] == 4
 
 
 def test_multi_host_slices_become_groups(render: Render) -> None:
-    objects = render({"verify": {"slice": "v6e-16"}, "experimentalMultiHost": True})
+    objects = render({"verify": {"slice": "v6e-16"}})
     group = named(objects, "LeaderWorkerSet", "rel-canopy-verify")
     template = group["spec"]["leaderWorkerTemplate"]
     assert template["size"] == 4
@@ -286,4 +284,27 @@ def test_multi_host_slices_become_groups(render: Render) -> None:
         (container,) = spec["containers"]
         assert container["resources"]["limits"]["google.com/tpu"] == "4"
         assert spec["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4"
-        assert ("readinessProbe" in container) == (part == "leaderTemplate")
+        leads = part == "leaderTemplate"
+        assert [port["name"] for port in container["ports"]] == ["grpc"] * leads + ["metrics"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert ("grpc" in container[probe]) == leads
+            assert ("httpGet" in container[probe]) != leads
+
+
+def test_hosts_of_a_group_find_their_place_in_the_chart_s_settings(
+    render: Render, tmp_path: Path
+) -> None:
+    """With the variables that the LeaderWorkerSet's controller adds to every container."""
+    file = tmp_path / "config.yaml"
+    file.write_text(configs(render({"verify": {"slice": "v6e-16"}}))["verify"])
+    leader = "rel-canopy-verify-0.rel-canopy-verify.serving"
+    for host_id in range(4):
+        environ = {
+            "LWS_LEADER_ADDRESS": leader,
+            "LWS_GROUP_SIZE": "4",
+            "LWS_WORKER_INDEX": str(host_id),
+        }
+        config = VerifyConfig.load(["--config", str(file)], environ)
+        assert (config.num_hosts, config.host_id) == (4, host_id)
+        assert config.group_address[0] == leader
+        assert config.tensor_parallel == 16

@@ -33,13 +33,9 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "custom-slice-without-chip": ({"verify": {"slice": "custom"}}, "verify.customSlice.chip"),
     "client-ca-without-tls": ({"security": {"publicClientCa": True}}, "needs security.publicTls"),
     "setting-of-security": ({"verify": {"config": {"tls_cert": "/x"}}}, "tls_cert"),
-    "several-hosts": ({"verify": {"slice": "v5p-8"}}, "verify.slice: v5p-8 has 2 hosts"),
+    "place-in-a-group": ({"verify": {"config": {"host_id": 1}}}, "host_id"),
     "claims-for-a-group": (
-        {
-            "verify": {"slice": "v5p-8"},
-            "compileCache": {"type": "perReplica"},
-            "experimentalMultiHost": True,
-        },
+        {"verify": {"slice": "v5p-8"}, "compileCache": {"type": "perReplica"}},
         "perReplica needs a slice of one host",
     ),
 }

@@ -1,6 +1,6 @@
 """Run by test_tensor_parallel.py with some forced host devices; prints one line of JSON a model.
 
-Each golden model is loaded on one device and split over all of them; the same sequences, greedy and
+Each model is loaded on one device and split over all of them; the same sequences, greedy and
 sampled, with trees and without, go through both engines.
 """
 
@@ -16,12 +16,14 @@ import numpy as np
 from engine_driver import Generated, first_difference, generate, guessing
 from model_files import load_golden, write_model
 
+from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
 from common.types import SamplingParams
 from models.sharding import model_mesh
 from models.target import load_target
 from verify_service.engine import DeviceEngine, EngineConfig
 
 NUM_TOKENS = 24
+EIGHT_HEADS = "eight_heads"
 ENGINE = EngineConfig(
     num_pages=32,
     page_size=8,
@@ -55,15 +57,24 @@ def logprob_difference(alone: Generated, other: Generated) -> float:
     return max(found, default=0.0)
 
 
-def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
+def write_target(name: str, directory: Path) -> tuple[list[int], int]:
+    """A golden model, or one of eight heads; tokens for prompts, and its vocabulary."""
+    if name == EIGHT_HEADS:
+        write_tiny_target(directory, num_hidden_layers=3, num_attention_heads=8, hidden_size=64)
+        return np.random.default_rng(0).integers(0, VOCAB_SIZE, 24).tolist(), VOCAB_SIZE
     raw, weights, golden = load_golden(name)
     write_model(directory, raw, weights, shards=2)
+    return golden["tokens"].tolist(), raw["vocab_size"]
+
+
+def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
+    tokens, vocab_size = write_target(name, directory)
     mesh = model_mesh(num_shards)
     single = DeviceEngine(*load_target(directory, boundaries=[0, 2]), ENGINE)
     split = DeviceEngine(*load_target(directory, boundaries=[0, 2], mesh=mesh), ENGINE, mesh)
-    prompts = [golden["tokens"][: 6 + 5 * i].tolist() for i in range(4)]
+    prompts = [tokens[: 6 + 5 * i] for i in range(4)]
     alone = generate(single, prompts, SAMPLINGS, NUM_TOKENS, stop_tokens=STOPS)
-    guess = guessing([one.tokens for one in alone], raw["vocab_size"], right=0.8)
+    guess = guessing([one.tokens for one in alone], vocab_size, right=0.8)
     result: dict[str, object] = {"name": name}
     for kind, others in (
         ("roots", generate(split, prompts, SAMPLINGS, NUM_TOKENS, stop_tokens=STOPS)),
@@ -87,4 +98,4 @@ if __name__ == "__main__":
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     for case in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as where:
-            print(json.dumps(compare(case, jax.device_count(), Path(where))), flush=True)
+            print(json.dumps(compare(case, jax.device_count(), Path(where) / case)), flush=True)

@@ -17,8 +17,9 @@ from models.errors import ModelError
 TESTS = Path(__file__).parents[1]
 MAX_MARGIN = 1e-3
 
-CASES = {2: ["qwen2"], 4: ["qwen3_moe_some_dense"]}
-"""Both have 4 heads, 2 KV heads (so that 4 devices hold each twice) and a vocabulary of 61."""
+CASES = {2: ["qwen2"], 4: ["qwen3_moe_some_dense"], 8: ["eight_heads"]}
+"""All have 2 KV heads, so that 4 devices hold each twice and 8 four times; the vocabularies, 61 and
+260, end in padding."""
 
 
 @pytest.mark.parametrize("num_devices", CASES)

@@ -329,7 +329,7 @@ TestThreeMachines.settings = settings(max_examples=100, stateful_step_count=50, 
 def assert_found(planted: str) -> None:
     """The adversary finds a fault, whatever its settings on this machine."""
     search = settings(
-        max_examples=2000,
+        max_examples=20_000,
         stateful_step_count=50,
         database=None,
         derandomize=True,

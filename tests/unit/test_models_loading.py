@@ -14,6 +14,11 @@ import numpy as np
 import pytest
 from model_files import load_golden, write_model
 
+from models import loading
+from models.checkpoint import TensorEntry, open_checkpoint
+from models.config import read_target_config
+from models.target import parameter_shapes
+
 MIB = 1 << 20
 LOAD = """
 import json, sys
@@ -82,3 +87,38 @@ def test_memory_beside_the_parameters_is_one_tensor(large: Path, dtype: str, sha
     assert set(seen["shards"]) == {shards}
     count = len(seen["shards"])
     assert seen["calls"] == [[1, count], [count, count]]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe_some_dense"])
+def test_a_host_reads_the_rows_that_its_chips_hold(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last two of four chips, as the second of two hosts has them, against all four."""
+    raw, weights, _ = load_golden(name)
+    write_model(tmp_path, raw, weights)
+    config = read_target_config(tmp_path, boundaries=[]).with_shards(4)
+    checkpoint = open_checkpoint(tmp_path)
+    read: list[int] = []
+    read_bytes = TensorEntry._read_bytes
+
+    def counting(entry: TensorEntry, skip: int, size: int) -> Any:
+        read.append(size)
+        return read_bytes(entry, skip, size)
+
+    monkeypatch.setattr(TensorEntry, "_read_bytes", counting)
+    halved = 0
+    for path, shape in parameter_shapes(config).items():
+        leaf = loading._leaf(config, path, shape)
+        stored = loading._stored(leaf, config)
+        entries = [checkpoint.checked_entry(name, stored) for name in leaf.names]
+        everywhere = dict(loading._filled(leaf, entries, config, [0, 1, 2, 3]))
+        read.clear()
+        for shard, part in loading._filled(leaf, entries, config, [2, 3]):
+            np.testing.assert_array_equal(part, everywhere[shard])
+        whole = sum(entry.size_bytes for entry in entries)
+        assert sum(read) <= whole
+        by_rows = path[-2:] in {(p, "kernel") for p in ("q", "k", "v", "gate", "up")}
+        if by_rows or path in {("embedding",), ("lm_head",)}:
+            assert sum(read) <= 0.55 * whole, path  # an odd vocabulary ends in padding
+            halved += 1
+    assert halved > 5

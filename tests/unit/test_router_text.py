@@ -66,8 +66,9 @@ def test_byte_level_pieces_make_the_whole_text(ids: list[int]) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text(max_size=40))
+@given(st.text(max_size=40).filter(lambda text: "<|" not in text))
 def test_byte_level_text_comes_out_as_it_went_in(text: str) -> None:
+    """But for what spells a special token, which is not text."""
     ids = BYTE_LEVEL.encode(text).ids
     pieces = pieces_of(decoding_of(BYTE_LEVEL).detokenizer(), ids)
     assert "".join(pieces) == text

@@ -29,7 +29,7 @@ TARGET = TargetConfig(
 )  # fmt: skip
 CONFIG = EngineConfig(
     num_pages=20, page_size=4, max_sequences=4, max_context_len=48, max_tree_nodes=8, max_depth=4,
-    row_buckets=(1, 8, 32), max_rows=32, max_stop_tokens=4, layers_per_program=1,
+    row_buckets=(8,), max_rows=32, max_stop_tokens=4,
 )  # fmt: skip
 LIMITS = VerifyLimits(
     vocab_size=61, max_context_len=48, max_tree_nodes=8, max_tree_depth=4, max_sequences=4,
@@ -134,10 +134,15 @@ class Load:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_no_load_compiles_or_leaks(seed: int) -> None:
+@pytest.fixture(scope="module")
+def engine() -> DeviceEngine:
     engine = DeviceEngine(TARGET, init_target(TARGET, 5), CONFIG)
     engine.warm_up()
+    return engine
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_load_compiles_or_leaks(engine: DeviceEngine, seed: int) -> None:
     machine, load = VerifyMachine(LIMITS), Load(seed)
     machine.connect(1)
     num_steps = num_preempted = 0
@@ -166,7 +171,7 @@ def test_no_load_compiles_or_leaks(seed: int) -> None:
     assert compiles == []
     assert engine.compiles_after_warm_up == 0
     assert num_preempted > 0
-    assert machine.prefix_counts.found > 100
+    assert machine.prefix_counts.found > 40
     assert machine.num_sequences == 0
     assert machine.page_counts.available == LIMITS.num_pages
 

@@ -23,10 +23,10 @@
 {{- $_ := set $config "platform" $slice.platform -}}
 {{- $_ := set $config "chip" $slice.chip -}}
 {{- $_ := set $config "compile_cache" "/var/cache/canopy" -}}
+{{- if $slice.chipsPerHost }}{{ $_ := set $config "tensor_parallel" (mul $slice.chipsPerHost $slice.hosts | int) }}{{ end -}}
 {{- end -}}
 {{- if eq .name "verify" -}}
 {{- $_ := set $config "model" $target -}}
-{{- if $slice.chipsPerHost }}{{ $_ := set $config "tensor_parallel" (int $slice.chipsPerHost) }}{{ end -}}
 {{- if $values.draft.enabled }}{{ $_ := set $config "head" $head }}{{ end -}}
 {{- end -}}
 {{- if eq .name "draft" -}}

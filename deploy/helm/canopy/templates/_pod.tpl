@@ -1,5 +1,6 @@
 {{- /* The pod of one service: (dict "root" $ "name" "verify" "serves" true). `serves` false: a
-       further host of a slice, which has no port of its own to probe. */ -}}
+       further host of a slice. It has the same settings: its place in the group comes from the
+       variables that the LeaderWorkerSet's controller adds; it serves no gRPC and is probed by HTTP. */ -}}
 {{- define "canopy.podTemplate" -}}
 {{- $values := .root.Values -}}
 {{- $own := get $values .name -}}
@@ -97,10 +98,11 @@ spec:
           {{- end }}
         {{- end }}
       ports:
+        {{- if .serves }}
         - {name: grpc, containerPort: {{ include "canopy.port" . }}, protocol: TCP}
+        {{- end }}
         - {name: metrics, containerPort: {{ $values.metricsPort }}, protocol: TCP}
-      {{- if .serves }}
-      {{- if include "canopy.speaksTls" . }}
+      {{- if or (not .serves) (include "canopy.speaksTls" .) }}
       startupProbe:
         httpGet: {port: metrics, path: /ready}
         periodSeconds: 5
@@ -132,7 +134,6 @@ spec:
         periodSeconds: 10
         timeoutSeconds: 10
         failureThreshold: 6
-      {{- end }}
       {{- end }}
       lifecycle:
         preStop:
