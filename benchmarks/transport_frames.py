@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ def measure_frames(num_sequences: int, num_nodes: int, row_width: int) -> list[d
                 "bytes": len(data),
                 "bytes_per_sequence": round(len(data) / num_sequences, 1),
                 "send_us": round(1e6 * cpu_seconds(send), 1),
-                "receive_us": round(1e6 * cpu_seconds(lambda r=receive, d=data: r(d)), 1),
+                "receive_us": round(1e6 * cpu_seconds(partial(receive, data)), 1),
             }
         )
     return figures
@@ -123,7 +124,9 @@ def trees_from_draft(ids: Sequence[bytes], num_nodes: int) -> Ends:
     parents = np.array([-1, *(node // 2 for node in range(1, num_nodes))], np.int32)
     tokens = np.arange(40_000, 40_000 + num_nodes, dtype=np.int32)
     tree = DraftTree(tokens, parents, np.array(scores(num_nodes), np.float32))
-    grown = GrownTree(41, 501, tree, step_seconds=0.01, queue_seconds=0.001)
+    grown = GrownTree(
+        round=41, committed_len=501, tree=tree, step_seconds=0.01, queue_seconds=0.001
+    )
     events = [TreeReady(stream=1, sequence_id=id_, epoch=2, grown=grown) for id_ in ids]
 
     def receive(data: bytes) -> object:
