@@ -17,6 +17,8 @@ within the margin.
 - `gap_limits_seconds`: what must not be exceeded: draft 1 s; verify 2 s and a prefill, for which
   `first` stands; with `silence_seconds` more for silent verifies. A machine that is too slow or
   busy for that even when all is quiet shows it in `quiet`, which is added.
+- `links_lost`: as the router counted; one for each kill, unless replicas were too starved to answer
+  its pings.
 - `recovery_seconds`: from SIGKILL to SERVING of the new process.
 - `pages_leaked`: KV pages in use on any replica when all streams are over.
 
@@ -61,8 +63,11 @@ from common.errors import StartupError
 
 PATIENT = ("--verify-lost-seconds", "600")
 SETTLE_SECONDS = 60.0
-SILENCE_SECONDS = 3.0
+SILENCE_SECONDS = 6.0
 """The router's default, `silence_seconds`."""
+
+RESTART_SECONDS = 4.0
+"""An orchestrator takes as long, and a start takes the processors from those that go on."""
 
 KINDS = ("draft", "draft_silent", "verify", "verify_silent")
 TINY_FLAGS = {
@@ -170,6 +175,7 @@ def make_trouble(stack: Stack, arguments: argparse.Namespace) -> list[Kill]:
             stack.freeze(kill.name)
             time.sleep(2 * SILENCE_SECONDS)
         stack.kill(kill.name)
+        time.sleep(RESTART_SECONDS)
         kill.child = stack.restart(kill.name)
         kills.append(kill)
         print(f"killed {kill.name}{' in silence' if kill.silent else ''}", flush=True)
@@ -233,6 +239,7 @@ def report(
         "gap_limits_seconds": {kind: round(limit, 3) for kind, limit in limits.items()},
         "gaps_beyond_limit": sum(gap > limits[kind] for kind in KINDS for gap in gaps[kind]),
         "recovery_seconds": recovery,
+        "links_lost": links_lost(stack),
         "pages_leaked": pages_in_use(stack),
     }
 
@@ -242,6 +249,15 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
         return None
     ordered = sorted(values)
     return {"p50": round(ordered[len(ordered) // 2], 3), "max": round(ordered[-1], 3)}
+
+
+def links_lost(stack: Stack) -> int:
+    """By the router's count; more than kills: replicas too starved to answer a ping in time."""
+    address = stack.children["router"].metrics_address
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    samples = [sample for family in families for sample in family.samples]
+    return int(sum(s.value for s in samples if s.name == "canopy_router_peer_losses_total"))
 
 
 def pages_in_use(stack: Stack) -> int:

@@ -82,6 +82,9 @@ class ServiceConfig(BaseSettings):
     token_file: Path | None = Field(
         None, description="File of bearer tokens, one a line; calls must carry one of them."
     )
+    trace_endpoint: str = Field(
+        "", description="OTLP collector for spans, HOST:PORT or URL (extra otel); empty: no spans."
+    )
     drain_seconds: float = Field(
         20.0, ge=0, le=3600, description="Time after SIGTERM in which running work may finish."
     )

@@ -19,6 +19,7 @@ from common.sequence_codec import (
     unknown_command,
 )
 from common.tensors import FeatureDtype, FeaturePiece, join_piece
+from common.tracing import Trace
 from common.types import DraftTree, FeatureRows, TreeShape
 from draft_service.commands import Attach, Close, Command, Extend, Open, Rollback
 from draft_service.events import Closed, Event, Evicted, Failed, Foreseen, StateReport, TreeReady
@@ -89,6 +90,7 @@ def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
                 tree=_shape(opened.tree, shape) if opened.HasField("tree") else None,
                 temperature=sampling.temperature if sampling.HasField("seed") else 0.0,
                 seed=seed_of_choice(sampling.seed, opened.choice_index),
+                trace=Trace(opened.trace.request_id, opened.trace.traceparent),
             )
         case "attach":
             return Attach(**head)

@@ -9,6 +9,7 @@ from common.messages import NO_ROUND as NO_ROUND
 from common.messages import BaseCommand
 from common.messages import Close as Close
 from common.messages import Rollback as Rollback
+from common.tracing import UNTRACED, Trace
 from common.types import TreeShape
 
 
@@ -28,6 +29,7 @@ class Open(BaseCommand):
     temperature: float = 0.0
     seed: int = 0
     cache_salt: bytes = b""
+    trace: Trace = UNTRACED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

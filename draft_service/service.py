@@ -9,13 +9,17 @@ import grpc
 import grpc.aio
 
 from canopy.v1 import draft_pb2, draft_pb2_grpc
+from common.log import get_logger
 from common.outbox import Outbox, beside
 from common.types import FeatureRows, TreeShape
 from draft_service.codec import decode_features, decode_request, encode_events, encode_info
+from draft_service.commands import Open
 from draft_service.events import Event
 from draft_service.info import DraftInfo
 from draft_service.loop import DraftLoop
 from draft_service.streams import FeatureSender, StreamHub
+
+_logger = get_logger("draft.service")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,7 +48,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         stream, outbox = self._hub.open_outbox()
         loop.connect(stream)
         try:
-            async with beside(self._read(stream, outbox, request_iterator)):
+            async with beside(self._read(stream, outbox, request_iterator), context):
                 while events := await outbox.take():
                     yield encode_events(events)
                 if outbox.overflowed:
@@ -60,7 +64,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         loop, sender = self._loop, self._hub.add_sender()
         loop.share_room()
         try:
-            async with beside(self._read_features(sender, request_iterator)):
+            async with beside(self._read_features(sender, request_iterator), context):
                 while not sender.ended:
                     await sender.wake.wait()
                     sender.wake.clear()
@@ -85,6 +89,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         try:
             async for request in requests:
                 commands, errors = decode_request(stream, request, self._tree)
+                for command in commands:
+                    if isinstance(command, Open):
+                        _note_open(command)
                 self._hub.deliver(errors)
                 self._loop.submit(stream, commands)
         finally:
@@ -109,3 +116,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             except ValueError as error:
                 self._loop.refuse(block.sequence_id, block.epoch, str(error))
         return rows
+
+
+def _note_open(command: Open) -> None:
+    """Ties the sequence's id, which errors name, to the client's request."""
+    _logger.debug(
+        "sequence opened",
+        sequence_id=command.sequence_id.hex(),
+        request_id=command.trace.request_id,
+        traceparent=command.trace.traceparent,
+    )

@@ -11,6 +11,7 @@ from canopy.v1 import generation_pb2 as pb
 from canopy.v1 import generation_pb2_grpc
 from common.callers import Callers
 from common.server import canopy_version
+from common.tracing import traceparent_of
 from router.core import RouterCore
 from router.errors import ErrorKind, Failure, GenerationError, RequestError
 from router.handshake import PROTOCOL_VERSION
@@ -39,7 +40,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
             caller = self._callers.of(context.invocation_metadata())
-            choices = await self._core.open(request, caller)
+            traceparent = traceparent_of(context.invocation_metadata())
+            choices = await self._core.open(request, caller, traceparent)
         except (RequestError, GenerationError) as error:
             self._metrics.count_rejected(error.failure)
             await abort(context, error.failure)

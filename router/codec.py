@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from canopy.v1 import draft_pb2, types_pb2, verify_pb2
+from common.tracing import Trace
 from common.types import ErrorCode, SamplingParams, SequenceState, TopLogprobs, TreeShape
 from router.messages import (
     Close,
@@ -76,6 +77,7 @@ def _verify_open(command: VerifyOpen) -> verify_pb2.VerifyOpen:
         cache_salt=command.cache_salt,
         choice_index=command.choice_index,
         fork_of=command.fork_of or b"",
+        trace=_trace(command.trace),
     )
 
 
@@ -99,6 +101,7 @@ def encode_draft(command: DraftCommand) -> draft_pb2.DraftCommand:
             message.open.features_from = command.features_from
             message.open.cache_salt = command.cache_salt
             message.open.choice_index = command.choice_index
+            message.open.trace.CopyFrom(_trace(command.trace))
         case DraftAttach():
             message.attach.SetInParent()
         case Rollback():
@@ -107,6 +110,10 @@ def encode_draft(command: DraftCommand) -> draft_pb2.DraftCommand:
         case Close():
             message.close.SetInParent()
     return message
+
+
+def _trace(trace: Trace) -> types_pb2.TraceContext:
+    return types_pb2.TraceContext(request_id=trace.request_id, traceparent=trace.traceparent)
 
 
 def fill_tree(message: types_pb2.DraftTree, tree: Tree) -> None:

@@ -106,7 +106,7 @@ class RouterConfig(ServiceConfig):
         description="Time for a lost verify to be back before another replica takes over.",
     )
     silence_seconds: float = Field(
-        3.0,
+        6.0,
         ge=0.2,
         le=3600,
         description="A replica that answers no ping for so long is lost; one whose process died is"

@@ -12,6 +12,7 @@ from dataclasses import replace
 from canopy.v1 import draft_pb2, generation_pb2, types_pb2, verify_pb2
 from common.callers import ANYBODY, Caller
 from common.log import get_logger
+from common.tracing import Trace, Tracing
 from common.types import ErrorCode
 from router import codec
 from router.actions import Failed, Finished
@@ -40,6 +41,7 @@ from router.placement import Placement
 from router.prompts import encode
 from router.requests import CheckedRequest, check, complete
 from router.session import Seat, Session
+from router.spans import RequestSpans
 from router.stops import StopStrings
 from router.tenants import Tenants
 from router.tokenizer import ModelTokenizer
@@ -63,6 +65,7 @@ class RouterCore:
         on_change: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         resolve: Resolve = resolve,
+        tracing: Tracing | None = None,
     ) -> None:
         """`on_change`: called whenever a peer came, went or was found not to fit."""
         self._config, self._tokenizer, self._metrics = config, tokenizer, metrics
@@ -77,6 +80,7 @@ class RouterCore:
         self._asked_at = clock()
         self._on_change = on_change
         self._lost_at: dict[VerifyLink, float] = {}  # verify links that are down
+        self._spans = RequestSpans(tracing)
         self.fleet = Fleet(config, tokenizer, self, resolve)
         self._placement = Placement(self.fleet, self._sessions, config.affinity_weight)
         metrics.follow(self)
@@ -121,11 +125,14 @@ class RouterCore:
         return served(self._config, self._tokenizer, fleet.verify_infos, fleet.draft_infos)
 
     async def open(
-        self, request: generation_pb2.GenerateRequest, caller: Caller = ANYBODY
+        self,
+        request: generation_pb2.GenerateRequest,
+        caller: Caller = ANYBODY,
+        traceparent: str = "",
     ) -> Choices:
         """Starts a generation. Raises RequestError or GenerationError; then nothing was started.
 
-        `caller`: who may abort it; request ids are their own.
+        `caller`: who may abort it; request ids are their own. `traceparent`: the caller's span.
         """
         self._asked_at = arrived = self._clock()
         limits = self.served()
@@ -144,7 +151,8 @@ class RouterCore:
         except BaseException:
             self.tenants.leave(caller, count)
             raise
-        return self._begin(generation, count, caller, arrived)
+        trace = Trace(generation.request_id, traceparent)
+        return self._begin(replace(generation, trace=trace), count, caller, arrived)
 
     def _admit(self, checked: CheckedRequest, caller: Caller) -> None:
         if self._draining:
@@ -182,8 +190,9 @@ class RouterCore:
             draft = next(iter(self.fleet.drafts), None)
         readable, sessions = asyncio.Event(), list[Session]()
         for index in range(count):
+            part, span = self._spans.begin(replace(generation, choice_index=index))
             machine = self._machine(
-                replace(generation, choice_index=index),
+                part,
                 sessions[0].sequence_id if sessions else None,
                 arrived,
             )
@@ -191,6 +200,7 @@ class RouterCore:
                 *(machine, Seat(verify, draft), self._tokenizer, self, self._clock),
                 *(self._config.max_unread_tokens, readable, caller),
             )
+            session.span = span
             self._sessions[session.sequence_id] = session
             sessions.append(session)
         choices = Choices(sessions, readable)
@@ -273,6 +283,7 @@ class RouterCore:
         if not self._sessions:
             self._idle.set()
         self._metrics.count_generation(session.machine, ending, self._clock())
+        self._spans.end(session.span, session.machine, ending)
         if isinstance(ending, Failed):
             _logger.warning(
                 "generation failed",
@@ -294,6 +305,8 @@ class RouterCore:
                 continue
             event = codec.decode_verify(message)
             if event is not None and not self._goes_elsewhere(session, event):
+                if self._spans.on and isinstance(event, RoundResult):
+                    self._spans.note_round(session.machine, event, now)
                 session.on_verify(event, now)
 
     def _goes_elsewhere(self, session: Session, event: VerifyEvent) -> bool:

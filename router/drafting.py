@@ -306,6 +306,7 @@ class DraftSide:
             features_from,
             self._generation.cache_salt,
             self._generation.choice_index,
+            self._generation.trace,
         )
 
     def _lose(self, round_: int, pause_rounds: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.tracing import UNTRACED, Trace
 from common.types import SamplingParams, TreeShape
 
 
@@ -35,6 +36,7 @@ class Generation:
     returns: Returns = Returns()
     cache_salt: bytes = b""
     choice_index: int = 0
+    trace: Trace = UNTRACED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

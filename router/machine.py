@@ -92,7 +92,7 @@ class GenerationMachine:
         """`fork_of`: the sequence of the request's first choice, if this is another of them."""
         self.generation = generation
         self.sequence_id = sequence_id
-        self.round = 0
+        self.round, self.round_began_at = 0, now
         self.phase = Phase.NEW
         self.statistics = RoundStatistics()
         self.clock = Clock(started=now)
@@ -284,7 +284,7 @@ class GenerationMachine:
         )
         if taken.finished is not None:
             return [emitted, taken.finished, *self._end()]
-        self.round += 1
+        self.round, self.round_began_at = self.round + 1, now
         self._verify_wants_tree, self._last_tokens = event.wants_tree, event.tokens
         known = self._foresight.find(self.round, event.tokens)
         if event.next_begun or known is not None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from common.tracing import UNTRACED, Trace
 from common.types import ErrorCode, SamplingParams, SequenceState, TopLogprobs, TreeShape
 from router.trees import Tree
 
@@ -41,6 +42,7 @@ class VerifyOpen(_Command):
     prompt_logprobs: int | None = None
     choice_index: int = 0
     fork_of: bytes | None = None
+    trace: Trace = UNTRACED
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class DraftOpen(_Command):
     features_from: int
     cache_salt: bytes = b""
     choice_index: int = 0
+    trace: Trace = UNTRACED
 
 
 @dataclass(frozen=True, slots=True)

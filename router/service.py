@@ -14,6 +14,7 @@ from common.errors import StartupError
 from common.log import get_logger
 from common.metrics import Metrics
 from common.server import Health
+from common.tracing import Tracing
 from router.api import GenerationServicer
 from router.config import RouterConfig
 from router.core import RouterCore
@@ -34,6 +35,7 @@ class RouterService:
         self._config, self._resolve = config, resolve
         self._tokenizer = ModelTokenizer(config.model)
         self._metrics = RouterMetrics(metrics)
+        self._tracing = Tracing.to("router", config.trace_endpoint)
         self._callers = Callers(config.token_file, config.tenant_header)
         self._health: Health | None = None
         self._changed = asyncio.Event()
@@ -53,6 +55,7 @@ class RouterService:
             self._metrics,
             self._changed.set,
             resolve=self._resolve,
+            tracing=self._tracing,
         )
         servicer = GenerationServicer(
             self._core, self._tokenizer, self._metrics, self._callers, self._config.max_running
@@ -88,6 +91,7 @@ class RouterService:
         await self._stop_following()
         if self._core is not None:
             await self._core.stop()
+        await asyncio.to_thread(self._tracing.stop)
 
     async def _wait_until(self, is_met: Callable[[], bool]) -> None:
         while not is_met():

@@ -78,6 +78,7 @@ class Session:
         self.machine = machine
         self.seat = seat
         self.caller = caller
+        self.span: object = None  # of the request, if it is traced
         self.is_read = False  # the client has the completion
         self._tokenizer = tokenizer
         self._wire = wire

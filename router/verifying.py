@@ -73,6 +73,7 @@ class VerifySide:
             prompt_logprobs=self._prompt_logprobs(round_),
             choice_index=self._generation.choice_index,
             fork_of=self._fork_of,
+            trace=self._generation.trace,
         )
 
     def _prompt_logprobs(self, round_: int) -> int | None:

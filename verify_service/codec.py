@@ -19,6 +19,7 @@ from common.sequence_codec import (
     unknown_command,
 )
 from common.tensors import FeaturePiece
+from common.tracing import Trace
 from common.types import DraftTree, SamplingParams, TopLogprobs
 from verify_service.commands import (
     Attach,
@@ -135,6 +136,7 @@ def _open(head: Head, body: verify_pb2.VerifyOpen) -> Open:
         wants_features=body.wants_features,
         cache_salt=body.cache_salt,
         fork_of=body.fork_of,
+        trace=Trace(body.trace.request_id, body.trace.traceparent),
     )
 
 

@@ -9,6 +9,7 @@ from common.messages import NO_ROUND as NO_ROUND
 from common.messages import BaseCommand
 from common.messages import Close as Close
 from common.messages import Rollback as Rollback
+from common.tracing import UNTRACED, Trace
 from common.types import DraftTree, SamplingParams
 
 
@@ -31,6 +32,7 @@ class Open(BaseCommand):
     wants_features: bool = False
     cache_salt: bytes = b""
     fork_of: bytes = b""
+    trace: Trace = UNTRACED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,10 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundDone(BaseEvent):
+    """`traceparent`: of the request, if it is traced; an answer from store has none."""
+
     result: RoundResult
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,6 +242,7 @@ class VerifyMachine:
             stop_tokens=command.stop_tokens,
             max_total_tokens=command.max_total_tokens,
             wants_features=command.wants_features,
+            trace=command.trace,
             fork_of=command.fork_of,
             next_round=command.round,
             window=FeatureWindow(self._limits.feature_window_tokens),

@@ -13,6 +13,7 @@ from common.engine_service import EngineService
 from common.group.life import FollowingEngine, run_follower
 from common.metrics import Metrics
 from common.server import Health, run_service
+from common.tracing import Tracing
 from models.device import leave_hosts
 from verify_service.assembly import assemble, build_engine, facts_of
 from verify_service.codec import encode_info
@@ -32,7 +33,8 @@ class VerifyService(EngineService):
     def __init__(self, config: VerifyConfig, metrics: Metrics) -> None:
         self._settings = config
         self._metrics = VerifyMetrics(metrics, config.max_tree_depth, config.max_step_tokens)
-        self._hub = StreamHub()
+        self._tracing = Tracing.to("verify", config.trace_endpoint)
+        self._hub = StreamHub(self._tracing)
         self._servicer = VerifyServicer(self._hub)
         super().__init__(config, metrics, self._hub)
 
@@ -54,6 +56,12 @@ class VerifyService(EngineService):
         self._servicer.loop = loop
         self._servicer.info = encode_info(assembly.info)
         self._run(loop)
+
+    async def stop(self) -> None:
+        try:
+            await super().stop()
+        finally:
+            await asyncio.to_thread(self._tracing.stop)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

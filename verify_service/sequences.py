@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.page_keys import PageKeys
+from common.tracing import UNTRACED, Trace
 from common.types import DraftTree, Int32Array, SamplingParams, SequenceState, TopLogprobs
 from verify_service.commands import Command
 from verify_service.events import RoundResult
@@ -109,6 +110,7 @@ class VerifySequence:
     history: TokenHistory
     page_keys: PageKeys
 
+    trace: Trace = UNTRACED
     fork_of: bytes = b""  # until it was admitted: whose rows it takes over
 
     pending: PendingRound | None = None

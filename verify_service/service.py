@@ -9,15 +9,19 @@ import grpc
 import grpc.aio
 
 from canopy.v1 import verify_pb2, verify_pb2_grpc
+from common.log import get_logger
 from common.outbox import Outbox, beside
 from common.tensors import MAX_PIECE_BYTES, FeaturePiece, split_rows
 from verify_service.codec import decode_request, encode_events, encode_pieces
+from verify_service.commands import Open
 from verify_service.events import Event
 from verify_service.loop import VerifyLoop
 from verify_service.streams import FeatureReceiver, StreamHub
 
 LINK_ID_KEY = "canopy-link-id"
 MAX_LINK_ID_CHARACTERS = 64
+
+_logger = get_logger("verify.service")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -42,7 +46,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         stream, outbox = self._hub.open(link_id)
         loop.connect(stream)
         try:
-            async with beside(self._read(stream, outbox, request_iterator)):
+            async with beside(self._read(stream, outbox, request_iterator), context):
                 while events := await outbox.take():
                     yield encode_events(events)
                 if outbox.overflowed:
@@ -58,7 +62,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         link_id = await _link_id(context)
         receiver = self._hub.add_receiver(link_id)
         try:
-            async with beside(_read_credit(receiver, request_iterator)):
+            async with beside(_read_credit(receiver, request_iterator), context):
                 while not receiver.ended:
                     receiver.wake.clear()
                     while pieces := self._next_pieces(link_id, receiver):
@@ -83,6 +87,9 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         try:
             async for request in requests:
                 commands, errors = decode_request(stream, request)
+                for command in commands:
+                    if isinstance(command, Open):
+                        _note_open(command)
                 self._loop.submit(stream, commands, errors)
         finally:
             outbox.close()
@@ -125,3 +132,13 @@ async def _link_id(context: Context) -> str:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
             return link_id
     return context.peer()
+
+
+def _note_open(command: Open) -> None:
+    """Ties the sequence's id, which errors name, to the client's request."""
+    _logger.debug(
+        "sequence opened",
+        sequence_id=command.sequence_id.hex(),
+        request_id=command.trace.request_id,
+        traceparent=command.trace.traceparent,
+    )

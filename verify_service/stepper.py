@@ -284,6 +284,7 @@ class Stepper:
             sequence_id=sequence.sequence_id,
             epoch=sequence.epoch,
             result=result,
+            traceparent=sequence.trace.traceparent,
         )
 
 

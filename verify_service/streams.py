@@ -7,10 +7,12 @@ not read ends the stream, features wait in the machine's windows until credit pu
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.outbox import Outbox, Outboxes
-from verify_service.events import Event
+from common.tracing import Tracing
+from verify_service.events import Event, RoundDone
 
 
 @dataclass(eq=False)
@@ -33,8 +35,10 @@ class FeatureReceiver:
 class StreamHub(Outboxes[Event]):
     """The outboxes, and the receivers of features."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        """`tracing`: gets a span for each round that was run for a traced request."""
         super().__init__()
+        self._tracing = tracing or Tracing()
         self._stream_of_link: dict[str, int] = {}  # the newest
         self._receivers: dict[str, FeatureReceiver] = {}
 
@@ -52,6 +56,27 @@ class StreamHub(Outboxes[Event]):
         super().close_all()
         for receiver in self._receivers.values():
             receiver.end()
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        if self._tracing.on:
+            self._note_rounds(events)
+        super().deliver(events)
+
+    def _note_rounds(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, RoundDone) and event.traceparent:
+                result = event.result
+                self._tracing.note(
+                    "canopy.verify.step",
+                    event.traceparent,
+                    result.step_seconds,
+                    {
+                        "canopy.round": result.round,
+                        "canopy.num_nodes": result.num_nodes,
+                        "canopy.num_emitted": len(result.tokens),
+                        "canopy.queue_seconds": result.queue_seconds,
+                    },
+                )
 
     def stream_of(self, link_id: str) -> int | None:
         return self._stream_of_link.get(link_id)

@@ -58,7 +58,7 @@ class DraftCommand(_message.Message):
     def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., acked_round: _Optional[int] = ..., open: _Optional[_Union[DraftOpen, _Mapping]] = ..., attach: _Optional[_Union[DraftAttach, _Mapping]] = ..., extend: _Optional[_Union[DraftExtend, _Mapping]] = ..., rollback: _Optional[_Union[DraftRollback, _Mapping]] = ..., close: _Optional[_Union[DraftClose, _Mapping]] = ...) -> None: ...
 
 class DraftOpen(_message.Message):
-    __slots__ = ("tokens", "sampling", "tree", "max_total_tokens", "features_from", "cache_salt", "choice_index")
+    __slots__ = ("tokens", "sampling", "tree", "max_total_tokens", "features_from", "cache_salt", "choice_index", "trace")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class DraftOpen(_message.Message):
     FEATURES_FROM_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: _types_pb2.SamplingParams
     tree: _types_pb2.TreeShape
@@ -73,7 +74,8 @@ class DraftOpen(_message.Message):
     features_from: int
     cache_salt: bytes
     choice_index: int
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., tree: _Optional[_Union[_types_pb2.TreeShape, _Mapping]] = ..., max_total_tokens: _Optional[int] = ..., features_from: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., choice_index: _Optional[int] = ...) -> None: ...
+    trace: _types_pb2.TraceContext
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., tree: _Optional[_Union[_types_pb2.TreeShape, _Mapping]] = ..., max_total_tokens: _Optional[int] = ..., features_from: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., choice_index: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ...) -> None: ...
 
 class DraftAttach(_message.Message):
     __slots__ = ()

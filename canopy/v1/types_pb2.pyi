@@ -103,6 +103,14 @@ class SamplingParams(_message.Message):
     ignore_eos: bool
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
+class TraceContext(_message.Message):
+    __slots__ = ("request_id", "traceparent")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
 class TokenLogprobs(_message.Message):
     __slots__ = ("tokens", "logprobs")
     TOKENS_FIELD_NUMBER: _ClassVar[int]

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from canopy.v1 import types_pb2 as canopy_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63\x61nopy/v1/verify.proto\x12\tcanopy.v1\x1a\x15\x63\x61nopy/v1/types.proto\"\x16\n\x14GetVerifyInfoRequest\"\xb9\x02\n\x15GetVerifyInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12)\n\x06target\x18\x02 \x01(\x0b\x32\x19.canopy.v1.TargetIdentity\x12(\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x16.canopy.v1.FeatureSpec\x12\x17\n\x0fmax_context_len\x18\x04 \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x05 \x01(\r\x12\x15\n\rmax_sequences\x18\x06 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x07 \x01(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\'\n\nstep_times\x18\t \x03(\x0b\x32\x13.canopy.v1.StepTime\x12\x13\n\x0b\x64raft_ahead\x18\n \x01(\x08\"]\n\x08StepTime\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x15\n\rnum_kv_tokens\x18\x02 \x01(\x04\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\";\n\rVerifyRequest\x12*\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x18.canopy.v1.VerifyCommand\"\xa9\x03\n\rVerifyCommand\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x0b\x61\x63ked_round\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12%\n\x04open\x18\x04 \x01(\x0b\x32\x15.canopy.v1.VerifyOpenH\x00\x12)\n\x06\x61ttach\x18\x05 \x01(\x0b\x32\x17.canopy.v1.VerifyAttachH\x00\x12,\n\x0bverify_tree\x18\x06 \x01(\x0b\x32\x15.canopy.v1.VerifyTreeH\x00\x12-\n\x08rollback\x18\x07 \x01(\x0b\x32\x19.canopy.v1.VerifyRollbackH\x00\x12\'\n\x05\x63lose\x18\x08 \x01(\x0b\x32\x16.canopy.v1.VerifyCloseH\x00\x12:\n\x0freplay_features\x18\t \x01(\x0b\x32\x1f.canopy.v1.VerifyReplayFeaturesH\x00\x12+\n\x07\x66oresee\x18\n \x01(\x0b\x32\x18.canopy.v1.VerifyForeseeH\x00\x42\t\n\x07\x63ommandB\x0e\n\x0c_acked_round\"\xd2\x02\n\nVerifyOpen\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.canopy.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x18\n\x10max_total_tokens\x18\x05 \x01(\r\x12\r\n\x05round\x18\x06 \x01(\x04\x12\x16\n\x0ewants_features\x18\x07 \x01(\x08\x12\x14\n\x0c\x63hoice_index\x18\x08 \x01(\r\x12\x10\n\x08logprobs\x18\t \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\n \x01(\r\x12\x12\n\ncache_salt\x18\x0c \x01(\x0c\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x66ork_of\x18\x0b \x01(\x0c\x42\x12\n\x10_prompt_logprobs\"<\n\x0cVerifyAttach\x12\x1a\n\rfeatures_from\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_features_from\"O\n\nVerifyTree\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06kv_len\x18\x02 \x01(\r\x12\"\n\x04tree\x18\x03 \x01(\x0b\x32\x14.canopy.v1.DraftTree\"I\n\rVerifyForesee\x12\r\n\x05round\x18\x01 \x01(\x04\x12)\n\x08outcomes\x18\x02 \x03(\x0b\x32\x17.canopy.v1.ForeseenTree\"6\n\x0eVerifyRollback\x12\x15\n\rcommitted_len\x18\x01 \x01(\r\x12\r\n\x05round\x18\x02 \x01(\x04\"\r\n\x0bVerifyClose\"(\n\x14VerifyReplayFeatures\x12\x10\n\x08position\x18\x01 \x01(\r\"8\n\x0eVerifyResponse\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.canopy.v1.VerifyEvent\"\x97\x02\n\x0bVerifyEvent\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x05state\x18\x03 \x01(\x0b\x32\x18.canopy.v1.SequenceStateH\x00\x12)\n\x06result\x18\x04 \x01(\x0b\x32\x17.canopy.v1.VerifyResultH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.canopy.v1.SequenceErrorH\x00\x12/\n\tpreempted\x18\x06 \x01(\x0b\x32\x1a.canopy.v1.VerifyPreemptedH\x00\x12)\n\x06\x63losed\x18\x07 \x01(\x0b\x32\x17.canopy.v1.VerifyClosedH\x00\x42\x07\n\x05\x65vent\"\x94\x03\n\x0cVerifyResult\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06kv_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x14\n\x0cpick_margins\x18\x04 \x03(\x02\x12\x11\n\tnum_nodes\x18\x05 \x01(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x06 \x03(\r\x12\x10\n\x08logprobs\x18\x07 \x03(\x02\x12\x14\n\x0cstep_seconds\x18\x08 \x01(\x01\x12\x15\n\rqueue_seconds\x18\t \x01(\x01\x12.\n\x0ctop_logprobs\x18\n \x03(\x0b\x32\x18.canopy.v1.TokenLogprobs\x12\x17\n\nwants_tree\x18\x0b \x01(\x08H\x00\x88\x01\x01\x12\x12\n\nnext_begun\x18\x0c \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\x0f \x03(\x02\x12\x35\n\x13prompt_top_logprobs\x18\x10 \x03(\x0b\x32\x18.canopy.v1.TokenLogprobs\x12\x19\n\x11num_cached_tokens\x18\x0e \x01(\rB\r\n\x0b_wants_tree\"\x11\n\x0fVerifyPreempted\"\x0e\n\x0cVerifyClosed\".\n\x16ReceiveFeaturesRequest\x12\x14\n\x0c\x63redit_bytes\x18\x01 \x01(\x04\"B\n\x17ReceiveFeaturesResponse\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.canopy.v1.FeatureBlock2\x84\x02\n\rVerifyService\x12R\n\rGetVerifyInfo\x12\x1f.canopy.v1.GetVerifyInfoRequest\x1a .canopy.v1.GetVerifyInfoResponse\x12\x41\n\x06Verify\x12\x18.canopy.v1.VerifyRequest\x1a\x19.canopy.v1.VerifyResponse(\x01\x30\x01\x12\\\n\x0fReceiveFeatures\x12!.canopy.v1.ReceiveFeaturesRequest\x1a\".canopy.v1.ReceiveFeaturesResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63\x61nopy/v1/verify.proto\x12\tcanopy.v1\x1a\x15\x63\x61nopy/v1/types.proto\"\x16\n\x14GetVerifyInfoRequest\"\xb9\x02\n\x15GetVerifyInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12)\n\x06target\x18\x02 \x01(\x0b\x32\x19.canopy.v1.TargetIdentity\x12(\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x16.canopy.v1.FeatureSpec\x12\x17\n\x0fmax_context_len\x18\x04 \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x05 \x01(\r\x12\x15\n\rmax_sequences\x18\x06 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x07 \x01(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\'\n\nstep_times\x18\t \x03(\x0b\x32\x13.canopy.v1.StepTime\x12\x13\n\x0b\x64raft_ahead\x18\n \x01(\x08\"]\n\x08StepTime\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x15\n\rnum_kv_tokens\x18\x02 \x01(\x04\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\";\n\rVerifyRequest\x12*\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x18.canopy.v1.VerifyCommand\"\xa9\x03\n\rVerifyCommand\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x0b\x61\x63ked_round\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12%\n\x04open\x18\x04 \x01(\x0b\x32\x15.canopy.v1.VerifyOpenH\x00\x12)\n\x06\x61ttach\x18\x05 \x01(\x0b\x32\x17.canopy.v1.VerifyAttachH\x00\x12,\n\x0bverify_tree\x18\x06 \x01(\x0b\x32\x15.canopy.v1.VerifyTreeH\x00\x12-\n\x08rollback\x18\x07 \x01(\x0b\x32\x19.canopy.v1.VerifyRollbackH\x00\x12\'\n\x05\x63lose\x18\x08 \x01(\x0b\x32\x16.canopy.v1.VerifyCloseH\x00\x12:\n\x0freplay_features\x18\t \x01(\x0b\x32\x1f.canopy.v1.VerifyReplayFeaturesH\x00\x12+\n\x07\x66oresee\x18\n \x01(\x0b\x32\x18.canopy.v1.VerifyForeseeH\x00\x42\t\n\x07\x63ommandB\x0e\n\x0c_acked_round\"\xfa\x02\n\nVerifyOpen\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.canopy.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x18\n\x10max_total_tokens\x18\x05 \x01(\r\x12\r\n\x05round\x18\x06 \x01(\x04\x12\x16\n\x0ewants_features\x18\x07 \x01(\x08\x12\x14\n\x0c\x63hoice_index\x18\x08 \x01(\r\x12\x10\n\x08logprobs\x18\t \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\n \x01(\r\x12\x12\n\ncache_salt\x18\x0c \x01(\x0c\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x66ork_of\x18\x0b \x01(\x0c\x12&\n\x05trace\x18\x0e \x01(\x0b\x32\x17.canopy.v1.TraceContextB\x12\n\x10_prompt_logprobs\"<\n\x0cVerifyAttach\x12\x1a\n\rfeatures_from\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_features_from\"O\n\nVerifyTree\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06kv_len\x18\x02 \x01(\r\x12\"\n\x04tree\x18\x03 \x01(\x0b\x32\x14.canopy.v1.DraftTree\"I\n\rVerifyForesee\x12\r\n\x05round\x18\x01 \x01(\x04\x12)\n\x08outcomes\x18\x02 \x03(\x0b\x32\x17.canopy.v1.ForeseenTree\"6\n\x0eVerifyRollback\x12\x15\n\rcommitted_len\x18\x01 \x01(\r\x12\r\n\x05round\x18\x02 \x01(\x04\"\r\n\x0bVerifyClose\"(\n\x14VerifyReplayFeatures\x12\x10\n\x08position\x18\x01 \x01(\r\"8\n\x0eVerifyResponse\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.canopy.v1.VerifyEvent\"\x97\x02\n\x0bVerifyEvent\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x05state\x18\x03 \x01(\x0b\x32\x18.canopy.v1.SequenceStateH\x00\x12)\n\x06result\x18\x04 \x01(\x0b\x32\x17.canopy.v1.VerifyResultH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.canopy.v1.SequenceErrorH\x00\x12/\n\tpreempted\x18\x06 \x01(\x0b\x32\x1a.canopy.v1.VerifyPreemptedH\x00\x12)\n\x06\x63losed\x18\x07 \x01(\x0b\x32\x17.canopy.v1.VerifyClosedH\x00\x42\x07\n\x05\x65vent\"\x94\x03\n\x0cVerifyResult\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06kv_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x14\n\x0cpick_margins\x18\x04 \x03(\x02\x12\x11\n\tnum_nodes\x18\x05 \x01(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x06 \x03(\r\x12\x10\n\x08logprobs\x18\x07 \x03(\x02\x12\x14\n\x0cstep_seconds\x18\x08 \x01(\x01\x12\x15\n\rqueue_seconds\x18\t \x01(\x01\x12.\n\x0ctop_logprobs\x18\n \x03(\x0b\x32\x18.canopy.v1.TokenLogprobs\x12\x17\n\nwants_tree\x18\x0b \x01(\x08H\x00\x88\x01\x01\x12\x12\n\nnext_begun\x18\x0c \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\x0f \x03(\x02\x12\x35\n\x13prompt_top_logprobs\x18\x10 \x03(\x0b\x32\x18.canopy.v1.TokenLogprobs\x12\x19\n\x11num_cached_tokens\x18\x0e \x01(\rB\r\n\x0b_wants_tree\"\x11\n\x0fVerifyPreempted\"\x0e\n\x0cVerifyClosed\".\n\x16ReceiveFeaturesRequest\x12\x14\n\x0c\x63redit_bytes\x18\x01 \x01(\x04\"B\n\x17ReceiveFeaturesResponse\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.canopy.v1.FeatureBlock2\x84\x02\n\rVerifyService\x12R\n\rGetVerifyInfo\x12\x1f.canopy.v1.GetVerifyInfoRequest\x1a .canopy.v1.GetVerifyInfoResponse\x12\x41\n\x06Verify\x12\x18.canopy.v1.VerifyRequest\x1a\x19.canopy.v1.VerifyResponse(\x01\x30\x01\x12\\\n\x0fReceiveFeatures\x12!.canopy.v1.ReceiveFeaturesRequest\x1a\".canopy.v1.ReceiveFeaturesResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,33 +43,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYCOMMAND']._serialized_start=557
   _globals['_VERIFYCOMMAND']._serialized_end=982
   _globals['_VERIFYOPEN']._serialized_start=985
-  _globals['_VERIFYOPEN']._serialized_end=1323
-  _globals['_VERIFYATTACH']._serialized_start=1325
-  _globals['_VERIFYATTACH']._serialized_end=1385
-  _globals['_VERIFYTREE']._serialized_start=1387
-  _globals['_VERIFYTREE']._serialized_end=1466
-  _globals['_VERIFYFORESEE']._serialized_start=1468
-  _globals['_VERIFYFORESEE']._serialized_end=1541
-  _globals['_VERIFYROLLBACK']._serialized_start=1543
-  _globals['_VERIFYROLLBACK']._serialized_end=1597
-  _globals['_VERIFYCLOSE']._serialized_start=1599
-  _globals['_VERIFYCLOSE']._serialized_end=1612
-  _globals['_VERIFYREPLAYFEATURES']._serialized_start=1614
-  _globals['_VERIFYREPLAYFEATURES']._serialized_end=1654
-  _globals['_VERIFYRESPONSE']._serialized_start=1656
-  _globals['_VERIFYRESPONSE']._serialized_end=1712
-  _globals['_VERIFYEVENT']._serialized_start=1715
-  _globals['_VERIFYEVENT']._serialized_end=1994
-  _globals['_VERIFYRESULT']._serialized_start=1997
-  _globals['_VERIFYRESULT']._serialized_end=2401
-  _globals['_VERIFYPREEMPTED']._serialized_start=2403
-  _globals['_VERIFYPREEMPTED']._serialized_end=2420
-  _globals['_VERIFYCLOSED']._serialized_start=2422
-  _globals['_VERIFYCLOSED']._serialized_end=2436
-  _globals['_RECEIVEFEATURESREQUEST']._serialized_start=2438
-  _globals['_RECEIVEFEATURESREQUEST']._serialized_end=2484
-  _globals['_RECEIVEFEATURESRESPONSE']._serialized_start=2486
-  _globals['_RECEIVEFEATURESRESPONSE']._serialized_end=2552
-  _globals['_VERIFYSERVICE']._serialized_start=2555
-  _globals['_VERIFYSERVICE']._serialized_end=2815
+  _globals['_VERIFYOPEN']._serialized_end=1363
+  _globals['_VERIFYATTACH']._serialized_start=1365
+  _globals['_VERIFYATTACH']._serialized_end=1425
+  _globals['_VERIFYTREE']._serialized_start=1427
+  _globals['_VERIFYTREE']._serialized_end=1506
+  _globals['_VERIFYFORESEE']._serialized_start=1508
+  _globals['_VERIFYFORESEE']._serialized_end=1581
+  _globals['_VERIFYROLLBACK']._serialized_start=1583
+  _globals['_VERIFYROLLBACK']._serialized_end=1637
+  _globals['_VERIFYCLOSE']._serialized_start=1639
+  _globals['_VERIFYCLOSE']._serialized_end=1652
+  _globals['_VERIFYREPLAYFEATURES']._serialized_start=1654
+  _globals['_VERIFYREPLAYFEATURES']._serialized_end=1694
+  _globals['_VERIFYRESPONSE']._serialized_start=1696
+  _globals['_VERIFYRESPONSE']._serialized_end=1752
+  _globals['_VERIFYEVENT']._serialized_start=1755
+  _globals['_VERIFYEVENT']._serialized_end=2034
+  _globals['_VERIFYRESULT']._serialized_start=2037
+  _globals['_VERIFYRESULT']._serialized_end=2441
+  _globals['_VERIFYPREEMPTED']._serialized_start=2443
+  _globals['_VERIFYPREEMPTED']._serialized_end=2460
+  _globals['_VERIFYCLOSED']._serialized_start=2462
+  _globals['_VERIFYCLOSED']._serialized_end=2476
+  _globals['_RECEIVEFEATURESREQUEST']._serialized_start=2478
+  _globals['_RECEIVEFEATURESREQUEST']._serialized_end=2524
+  _globals['_RECEIVEFEATURESRESPONSE']._serialized_start=2526
+  _globals['_RECEIVEFEATURESRESPONSE']._serialized_end=2592
+  _globals['_VERIFYSERVICE']._serialized_start=2595
+  _globals['_VERIFYSERVICE']._serialized_end=2855
 # @@protoc_insertion_point(module_scope)

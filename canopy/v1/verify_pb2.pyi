@@ -78,7 +78,7 @@ class VerifyCommand(_message.Message):
     def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., acked_round: _Optional[int] = ..., open: _Optional[_Union[VerifyOpen, _Mapping]] = ..., attach: _Optional[_Union[VerifyAttach, _Mapping]] = ..., verify_tree: _Optional[_Union[VerifyTree, _Mapping]] = ..., rollback: _Optional[_Union[VerifyRollback, _Mapping]] = ..., close: _Optional[_Union[VerifyClose, _Mapping]] = ..., replay_features: _Optional[_Union[VerifyReplayFeatures, _Mapping]] = ..., foresee: _Optional[_Union[VerifyForesee, _Mapping]] = ...) -> None: ...
 
 class VerifyOpen(_message.Message):
-    __slots__ = ("tokens", "num_prompt_tokens", "sampling", "stop_token_ids", "max_total_tokens", "round", "wants_features", "choice_index", "logprobs", "top_logprobs", "cache_salt", "prompt_logprobs", "fork_of")
+    __slots__ = ("tokens", "num_prompt_tokens", "sampling", "stop_token_ids", "max_total_tokens", "round", "wants_features", "choice_index", "logprobs", "top_logprobs", "cache_salt", "prompt_logprobs", "fork_of", "trace")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class VerifyOpen(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FORK_OF_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: _types_pb2.SamplingParams
@@ -105,7 +106,8 @@ class VerifyOpen(_message.Message):
     cache_salt: bytes
     prompt_logprobs: int
     fork_of: bytes
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_total_tokens: _Optional[int] = ..., round: _Optional[int] = ..., wants_features: _Optional[bool] = ..., choice_index: _Optional[int] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., fork_of: _Optional[bytes] = ...) -> None: ...
+    trace: _types_pb2.TraceContext
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_total_tokens: _Optional[int] = ..., round: _Optional[int] = ..., wants_features: _Optional[bool] = ..., choice_index: _Optional[int] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., fork_of: _Optional[bytes] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ...) -> None: ...
 
 class VerifyAttach(_message.Message):
     __slots__ = ("features_from",)
