@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, Generic, Protocol, TypeVar
-
-import grpc
-import grpc.aio
-from google.protobuf.message import DecodeError
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 
 class Addressed(Protocol):
@@ -84,25 +79,3 @@ class Outboxes(Generic[EventT]):
     def close_all(self) -> None:
         for outbox in self._outboxes.values():
             outbox.close()
-
-
-@contextlib.asynccontextmanager
-async def beside(
-    reader: Coroutine[Any, Any, None], context: grpc.aio.ServicerContext[Any, Any]
-) -> AsyncIterator[None]:
-    """Runs `reader` of a call's requests as a task while the block lasts.
-
-    Bytes that are no request end the call with INVALID_ARGUMENT.
-    """
-    task = asyncio.create_task(reader)
-    try:
-        yield
-    finally:
-        task.cancel()
-        try:
-            await task
-        except asyncio.CancelledError:
-            pass
-        except DecodeError:
-            message = "a frame is no message of this stream; use the stubs of protos/canopy/v1"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)

@@ -10,7 +10,8 @@ import grpc.aio
 
 from canopy.v1 import draft_pb2, draft_pb2_grpc
 from common.log import get_logger
-from common.outbox import Outbox, beside
+from common.outbox import Outbox
+from common.stream_reader import beside
 from common.types import FeatureRows, TreeShape
 from draft_service.codec import decode_features, decode_request, encode_events, encode_info
 from draft_service.commands import Open

@@ -10,7 +10,8 @@ import grpc.aio
 
 from canopy.v1 import verify_pb2, verify_pb2_grpc
 from common.log import get_logger
-from common.outbox import Outbox, beside
+from common.outbox import Outbox
+from common.stream_reader import beside
 from common.tensors import MAX_PIECE_BYTES, FeaturePiece, split_rows
 from verify_service.codec import decode_request, encode_events, encode_pieces
 from verify_service.commands import Open

@@ -19,6 +19,7 @@ from draft_tiny import work
 from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
 from common.types import DraftTree, TreeShape
 from draft_service.engine import DeviceEngine, EngineConfig
+from draft_service.step import NoiseKey
 from models.eagle3 import load_head
 from models.eagle3.init import init_head
 from models.sharding import model_mesh
@@ -47,7 +48,8 @@ def trees(engine: DeviceEngine, width: int) -> list[DraftTree]:
         features = random.normal(0.0, 1.0, (14, width)).astype(np.float32)
         engine.run([work(tokens, features, 0, 9, [3, 1, 4, 9], False)])
         other = work(tokens[::-1], features[::-1].copy(), 0, 4, [5, 2], True)
-        other = replace(other, temperature=0.8, seed=7)  # ordered with the target's noise
+        noise = NoiseKey(seed=7, temperature=0.8, pick_position=4)
+        other = replace(other, noise=noise)  # ordered with what the target picks with
         outcomes = engine.run([work(tokens, features, 9, 12, [3, 1, 4, 9], True), other])
         grown += [outcome.tree for outcome in outcomes if outcome.tree is not None]
     return grown
