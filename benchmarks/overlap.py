@@ -4,12 +4,14 @@
         --batch 1,4,16,64
     python -m benchmarks.overlap --preset 8b-v5e
 
-Four ways to decode the same made-up text at the same costs: root-only (plain decoding on the verify
-slice, no router between two steps), synchronous (the services as they are: the real verify machine
-and its budget), colocated (the same with no round trip, draft and verify in turn on the verify
-slice), and draft-ahead, **which no service does yet: it exists in this simulation only**. `full` is
-the synchronous way without budget. Rates are tokens per second of all sequences; per chip, the
-draft's chips count wherever there is a draft slice.
+Ways to decode the same made-up text at the same costs: root-only (plain decoding on the verify
+slice, no router between two steps), synchronous (the services as they are: the real verify machine,
+its budget and its advice for or against trees), colocated (the same with no round trip, draft and
+verify in turn on the verify slice), draft-ahead as built (`overlap_built`: the same machine with
+trees ahead), and draft-ahead as it might be (`overlap_ahead`: states reused, a root where no tree
+is there, the best depth and number of outcomes for the costs), **a model that no service is**.
+`full` is the synchronous way without budget and advice. Rates are tokens per second of all
+sequences; per chip, the draft's chips count wherever there is a draft slice.
 
 The last line is JSON.
 """
@@ -24,6 +26,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.overlap_ahead import run_ahead
+from benchmarks.overlap_built import run_built
 from benchmarks.overlap_costs import PRESETS, Costs, plain
 from benchmarks.overlap_sync import Scenario, SyncRun, Tally
 from benchmarks.overlap_text import Head
@@ -60,6 +63,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="factor on each depth's chance on the head's own states [%(default)s]",
     )  # fmt: skip
     parser.add_argument(
+        "--outcomes", type=int, default=12, help="at most, of draft-ahead as built [%(default)s]"
+    )
+    parser.add_argument(
         "--rounds", type=int, default=1600, help="of each run, all sequences [%(default)s]"
     )
     parser.add_argument(
@@ -75,13 +81,14 @@ def colocate(scenario: Scenario) -> Tally:
     return SyncRun(scenario, budget=True).run()
 
 
-def cell(scenario: Scenario) -> dict[str, Any]:
+def cell(scenario: Scenario, most_outcomes: int) -> dict[str, Any]:
     """All modes at one batch and one round trip."""
     costs, batch = scenario.costs, scenario.batch
     root_only = batch / costs.verify_seconds(batch, batch)
     sync = SyncRun(scenario, budget=True).run()
     full = SyncRun(scenario, budget=False).run()
     colocated = colocate(replace(scenario, rtt=0.0, jitter=0.0))
+    built, num_outcomes = run_built(scenario, most_outcomes)
     ahead, plan = run_ahead(scenario)
     both = costs.verify_chips + costs.draft_chips
     return {
@@ -91,6 +98,8 @@ def cell(scenario: Scenario) -> dict[str, Any]:
         "sync": mode(sync, root_only, costs.verify_chips / both),
         "full": mode(full, root_only, costs.verify_chips / both),
         "colocated": mode(colocated, root_only, 1.0),
+        "built": mode(built, root_only, costs.verify_chips / both)
+        | {"hit_rate": round(built.hits / built.rounds, 3), "num_outcomes": num_outcomes},
         "ahead": mode(ahead, root_only, costs.verify_chips / both)
         | {
             "hit_rate": round(ahead.hits / ahead.rounds, 3),
@@ -119,19 +128,21 @@ def print_heading() -> None:
     print("SIMULATED. x: tokens/s over root-only; s/v: step over verify, p50 / p99")
     print(
         "batch  rtt |  root/s |  sync x  trees  full x  coloc x  nodes  accept |"
-        " ahead x  hits  s/v p50   p99  hidden  accept  plan"
+        " built x  hits | ahead x  hits  s/v p50   p99  hidden  accept  plan"
     )
 
 
 def print_cell(each: dict[str, Any]) -> None:
     s, a, full = each["sync"], each["ahead"], each["full"]["over_root_only"]
+    built = each["built"]
     hidden = "–" if a["hidden"] is None else f"{a['hidden']:.2f}"
     plan = f"{a['depth']} deep, {a['num_outcomes']} outcomes{', waits' if a['waits'] else ''}"
     print(
         f"{each['batch']:5} {each['rtt_ms']:4g} | {each['root_only_tokens_per_s']:7.1f} |"
         f" {s['over_root_only']:7.2f} {s['rounds_with_tree']:6.2f} {full:7.2f}"
         f" {each['colocated']['over_root_only']:8.2f} {s['nodes']:6.1f}"
-        f" {s['acceptance_length']:7.2f} | {a['over_root_only']:7.2f} {a['hit_rate']:5.2f}"
+        f" {s['acceptance_length']:7.2f} | {built['over_root_only']:7.2f} {built['hit_rate']:5.2f}"
+        f" | {a['over_root_only']:7.2f} {a['hit_rate']:5.2f}"
         f" {a['step_over_verify_p50']:8.2f} {a['step_over_verify_p99']:5.2f}"
         f" {hidden:>7} {a['acceptance_length']:7.2f}  {plan}",
         flush=True,
@@ -154,12 +165,11 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
                 num_steps=max(args.least_steps, args.rounds // batch), seed=args.seed,
                 rtt=rtt * 1e-3, jitter=args.jitter_ms * 1e-3,
             )  # fmt: skip
-            cells.append(cell(scenario))
+            cells.append(cell(scenario, args.outcomes))
             print_cell(cells[-1])
     return {
         "benchmark": "overlap",
         "simulated": True,
-        "draft_ahead": "in simulation only",
         "costs": asdict(costs),
         "head": asdict(head),
         "depth": args.depth,
@@ -169,7 +179,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "least_over_root_only": {
             name: min(each[name]["over_root_only"] for each in cells)
-            for name in ("sync", "full", "colocated", "ahead")
+            for name in ("sync", "full", "colocated", "built", "ahead")
         },
         "cells": cells,
     }

@@ -77,10 +77,13 @@ class Tally:
 
 
 class SimulatedDevice:
-    """Picks what the text says; commits what the walk accepted."""
+    """Picks what the text says; commits what the walk accepted. `is_ahead`, by sequence: its tree
+    was grown on the head's own states.
+    """
 
     def __init__(self, head: Head, texts: Sequence[Text]) -> None:
         self._head, self._texts = head, texts
+        self.is_ahead = [False] * len(texts)
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
         return [self._run_one(work) for work in works]
@@ -91,10 +94,12 @@ class SimulatedDevice:
             for row, (parent, token) in enumerate(zip(work.parents, work.tokens, strict=True))
             if row >= work.num_causal
         }
-        text, position = self._texts[work.sampling.seed], work.kv_len + work.num_causal - 1
+        sequence = work.sampling.seed
+        text, position = self._texts[sequence], work.kv_len + work.num_causal - 1
+        ahead = self.is_ahead[sequence]
         row, rows, emitted = work.num_causal - 1, list[int](), list[int]()
         while True:
-            pick = text.truth(self._head, position, len(rows) + 1, ahead=False)
+            pick = text.truth(self._head, position, len(rows) + 1, ahead=ahead)
             emitted.append(pick)
             if (row, pick) not in children:
                 break
@@ -175,12 +180,17 @@ class SyncRun:
         emitted = sum(len(event.result.tokens) for event in done)
         nodes = sum(event.result.num_nodes for event in done)
         results = [(int.from_bytes(event.sequence_id, "big"), event.result) for event in done]
+        wished = sum(result.wants_tree for _, result in results)
+        self._done.append((emitted, len(done), nodes, wished))
+        self._after(results, now)
+        self._verify(now)
+
+    def _after(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
+        """What the router, beside verify, makes of results."""
         self._send([(i, r, None) for i, r in results if not r.wants_tree], now)
         wanted = [(i, r) for i, r in results if r.wants_tree]
-        self._done.append((emitted, len(done), nodes, len(wanted)))
         if wanted:
             self._at(now + self._way(), lambda later: self._to_draft(wanted, later))
-        self._verify(now)
 
     def _to_draft(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
         self._drafts += results

@@ -22,12 +22,14 @@ _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s*(?:[A-Z]{2})?\s*:\s*(>*)\s*\{")
 _LABELLED = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+[A-Z]{2}\s*:")
 _BRANCH = re.compile(r"sbr\.\w+ \(!?%\w+\) target bundleno = (\d+)")
 _DMA = re.compile(r"= dma\.(?!done)\w+")
+_TO_SMEM = re.compile(r"= dma\.\w+_to_smem")
 _DELAY_SLOTS = 4
 
 
 @dataclass(frozen=True)
 class Block:
-    """A basic block: its loop depth, cycles, empty cycles, slots used by unit, and DMAs started."""
+    """A basic block: its loop depth, cycles, empty cycles, slots used by unit, and DMAs started:
+    0 if one of them fills SMEM, for then they are a work item's inputs and no pages."""
 
     start: int
     depth: int
@@ -133,10 +135,16 @@ def parse(bundles: str, utilization: str) -> Schedule:
                 cycles=end - begin,
                 empty=sum(not any(row) for row in slots),
                 used={n: sum(row[i] for row in slots) for i, n in enumerate(names)},
-                dmas=sum(len(_DMA.findall(text)) for text in texts[begin:end]),
+                dmas=_page_dmas(texts[begin:end]),
             )
         )
     return Schedule(dict(zip(names, (int(n) for n in sizes.split()), strict=True)), blocks)
+
+
+def _page_dmas(texts: list[str]) -> int:
+    if any(_TO_SMEM.search(text) for text in texts):
+        return 0
+    return sum(len(_DMA.findall(text)) for text in texts)
 
 
 def compile_and_read(command: Sequence[str], kernel: str) -> Schedule:

@@ -7,6 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
 
 class Addressed(Protocol):
     """An event that names its stream."""
@@ -83,12 +87,22 @@ class Outboxes(Generic[EventT]):
 
 
 @contextlib.asynccontextmanager
-async def beside(reader: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `reader` as a task while the block lasts."""
+async def beside(
+    reader: Coroutine[Any, Any, None], context: grpc.aio.ServicerContext[Any, Any]
+) -> AsyncIterator[None]:
+    """Runs `reader` of a call's requests as a task while the block lasts.
+
+    Bytes that are no request end the call with INVALID_ARGUMENT.
+    """
     task = asyncio.create_task(reader)
     try:
         yield
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await task
+        except asyncio.CancelledError:
+            pass
+        except DecodeError:
+            message = "a frame is no message of this stream; use the stubs of protos/canopy/v1"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)

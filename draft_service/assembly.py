@@ -25,9 +25,10 @@ from kernels.chips import chip_by_name
 from models.checkpoint import open_checkpoint
 from models.device import set_up_jax
 from models.eagle3 import AuxReading, HeadConfig, HeadOverrides, load_head
-from models.errors import ModelError
+from models.errors import of_setting
 from models.identity import Identity, target_identity, weights_hash
 from models.sharding import model_mesh
+from models.target_tables import BUNDLE_FILE
 
 _logger = get_logger("draft.assembly")
 
@@ -61,9 +62,16 @@ def build_engine(config: DraftConfig, group: Leader | None = None) -> tuple[Devi
     """The engine, its programs compiled, on any host of a slice. Raises StartupError."""
     set_up_jax(config)
     begun = time.monotonic()
-    try:
+    if config.target is None and not (config.head / BUNDLE_FILE).exists():
+        raise StartupError(
+            f"target: not set, and {config.head} is no bundle of `canopy head bundle`; set --target"
+            " to the target's directory"
+        )
+    with of_setting("tensor_parallel"):
         mesh = model_mesh(config.tensor_parallel) if config.tensor_parallel > 1 else None
+    with of_setting("head" if config.target is None else "target"):
         identity = target_identity(config.target_directory)
+    with of_setting("head"):
         head, params = load_head(
             config.head,
             config.target_directory,
@@ -71,8 +79,6 @@ def build_engine(config: DraftConfig, group: Leader | None = None) -> tuple[Devi
             overrides=_overrides(config),
             mesh=mesh,
         )
-    except ModelError as error:
-        raise StartupError(f"head: {error}") from error
     head = with_window(head, config.attention_window_tokens)
     for choice in head.provenance:
         _logger.info(

@@ -48,7 +48,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         stream, outbox = self._hub.open_outbox()
         loop.connect(stream)
         try:
-            async with beside(self._read(stream, outbox, request_iterator)):
+            async with beside(self._read(stream, outbox, request_iterator), context):
                 while events := await outbox.take():
                     yield encode_events(events)
                 if outbox.overflowed:
@@ -64,7 +64,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         loop, sender = self._loop, self._hub.add_sender()
         loop.share_room()
         try:
-            async with beside(self._read_features(sender, request_iterator)):
+            async with beside(self._read_features(sender, request_iterator), context):
                 while not sender.ended:
                     await sender.wake.wait()
                     sender.wake.clear()

@@ -44,9 +44,7 @@ def run_stem(
     zeros = jnp.zeros((batch,), jnp.int32)
     word = jnp.arange(num_words, dtype=jnp.int32)
 
-    def one(
-        carry: tuple[jax.Array, jax.Array], index: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+    def one(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         before, rows = carry
         # Rows 0 to index: in each word, so many low bits.
         count = jnp.clip(index + 1 - 32 * word, 0, 32).astype(jnp.uint32)
@@ -78,8 +76,9 @@ def run_stem(
         embed = head_embed(config, params, tokens[:, index])
         outs, block_kv = head_forward(config, params, embed, before, prefix.kv_lens + index, attend)
         rows = lax.dynamic_update_slice_in_dim(rows, block_kv[:, :, None], index, axis=2)
-        return (jnp.where((index < lens)[:, None], outs, before), rows), None
+        return jnp.where((index < lens)[:, None], outs, before), rows
 
     start = (states, jnp.zeros(rows_shape, states.dtype))
-    (last, rows), _ = lax.scan(one, start, jnp.arange(num_stem, dtype=jnp.int32))
+    # As many passes as the longest has tokens: likely outcomes are mostly short.
+    last, rows = lax.fori_loop(0, jnp.max(lens), one, start)
     return last, Stem(rows, lens)

@@ -41,7 +41,8 @@ def set_up_jax(config: DeviceConfig) -> None:
     except (RuntimeError, AssertionError) as error:  # the latter where jax knows no such platform
         reason = (str(error).splitlines() or ["not installed"])[0]
         raise StartupError(
-            f"platform: no {config.platform} device ({reason}); set --platform cpu"
+            f"platform: no {config.platform} device ({reason}); set --platform cpu, or"
+            " install what the device needs (for a TPU: pip install 'canopy-spec[tpu]')"
         ) from error
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.errors import StartupError
+
 
 class ModelError(ValueError):
     """A model directory cannot be served as it is. The message is one line for the operator."""
@@ -17,3 +22,13 @@ class UnsupportedModelError(ModelError):
 
 class FetchError(ModelError):
     """A model could not be downloaded or converted."""
+
+
+@contextmanager
+def of_setting(field: str) -> Iterator[None]:
+    """A ModelError within is the fault of this setting: raises StartupError that begins with it."""
+    try:
+        yield
+    except ModelError as error:
+        named = str(error).startswith(f"{field}: ")
+        raise StartupError(str(error) if named else f"{field}: {error}") from error

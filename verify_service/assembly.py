@@ -23,7 +23,7 @@ from models.config import TargetConfig
 from models.device import set_up_jax
 from models.eagle3.description import FeatureKind, HeadOverrides
 from models.eagle3.loader import open_head
-from models.errors import ModelError
+from models.errors import of_setting
 from models.hub import resolve_model
 from models.identity import Identity, target_identity
 from models.sharding import model_mesh
@@ -77,11 +77,14 @@ def build_engine(
 ) -> tuple[DeviceEngine, Identity]:
     """The engine, its programs compiled, on any host of a slice. Raises StartupError."""
     set_up_jax(config)
-    try:
+    with of_setting("model"):
         config = config.model_copy(update={"model": resolve_model(config.model)})
-        boundaries = _boundaries(config)
         identity = target_identity(config.model)
+    with of_setting("head"):
+        boundaries = _boundaries(config)
+    with of_setting("tensor_parallel"):
         mesh = model_mesh(config.tensor_parallel) if config.tensor_parallel > 1 else None
+    with of_setting("model"):
         begun = time.monotonic()
         target, params = load_target(
             config.model,
@@ -90,8 +93,6 @@ def build_engine(
             progress=_report_loading,
             mesh=mesh,
         )
-    except ModelError as error:
-        raise StartupError(f"model: {error}") from error
     _logger.info(
         "target loaded",
         model=identity.model_name,

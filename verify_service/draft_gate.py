@@ -23,6 +23,7 @@ import enum
 from dataclasses import dataclass
 
 PROBE_SHARE = 0.005
+FIRST_ROUNDS = 24  # with trees, before the first judgement
 LEAST_PROBE_ROUNDS = 8
 PROBE_ROUNDS_PER_SEQUENCE = 2
 LEAST_LOSS = 0.1  # of a probe, as a share of its seconds: changing over costs something by itself
@@ -105,7 +106,7 @@ class DraftGate:
             if self._probe_left:
                 return
         if not there.rounds:
-            if here.rounds >= probe:
+            if here.rounds >= max(probe, FIRST_ROUNDS):
                 self._begin_probe(probe)
         elif there.value > here.value:
             self._way, load.saved_seconds = self._way.other, 0.0

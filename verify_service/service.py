@@ -46,7 +46,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         stream, outbox = self._hub.open(link_id)
         loop.connect(stream)
         try:
-            async with beside(self._read(stream, outbox, request_iterator)):
+            async with beside(self._read(stream, outbox, request_iterator), context):
                 while events := await outbox.take():
                     yield encode_events(events)
                 if outbox.overflowed:
@@ -62,7 +62,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         link_id = await _link_id(context)
         receiver = self._hub.add_receiver(link_id)
         try:
-            async with beside(_read_credit(receiver, request_iterator)):
+            async with beside(_read_credit(receiver, request_iterator), context):
                 while not receiver.ended:
                     receiver.wake.clear()
                     while pieces := self._next_pieces(link_id, receiver):

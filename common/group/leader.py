@@ -114,7 +114,7 @@ class Leader:
             except TimeoutError:
                 _logger.info("waiting for hosts", missing=sorted(missing))
                 continue
-            member = self._admit(connection, str(peer[0]), missing)
+            member = self._admit(connection, str(peer[0]))
             if member is not None:
                 self._members[member.host_id] = member
                 self._run(self._listen, member)
@@ -187,7 +187,7 @@ class Leader:
         here = {m.host_id for m in list(self._members.values()) if not m.gone.is_set()}
         return set(range(1, self._terms.num_hosts)) - here
 
-    def _admit(self, connection: socket.socket, peer: str, missing: set[int]) -> _Member | None:
+    def _admit(self, connection: socket.socket, peer: str) -> _Member | None:
         """The follower behind a new connection, if it fits."""
         stream = tune(connection, SILENCE_SECONDS)
         try:
@@ -205,7 +205,7 @@ class Leader:
         different = differences(self._terms.settings, settings)
         if different:
             reason = f"its settings are not the leader's: {different}"
-        elif not isinstance(host_id, int) or host_id not in missing:
+        elif not isinstance(host_id, int) or host_id not in self._missing():
             reason = f"host_id: {host_id} is not awaited; give each host of the slice its own"
         else:
             connection.settimeout(None)  # it waits for the others and says nothing

@@ -70,6 +70,8 @@ def test_missing_model_is_one_line(tmp_path: Path, head: Path) -> None:
         line = refusal(*arguments)
         assert line.startswith(f"canopy serve {arguments[0]}: ")
         assert missing in line
+    line = refusal("draft", "--head", str(head), "--port", "0")
+    assert line.startswith("canopy serve draft: target: not set")
 
 
 def test_truncated_weights_are_one_line(tmp_path: Path, model: Path) -> None:

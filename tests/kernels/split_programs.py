@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_oracle import Sequence, make_step
+from attention_oracle import Sequence, make_step, oracle
+from interpreted import failing_on_faults, small_blocks
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from sampling_cases import params_of, random_logits, roots_call, tree_call
@@ -21,15 +23,18 @@ from test_kernels_adjust_logits import make as options_case
 from kernels.adjust_logits.api import adjust_logits, count_tokens
 from kernels.adjust_logits.types import SlotState
 from kernels.backend import Backend
+from kernels.chips import CHIPS
 from kernels.kv_commit.api import kv_commit
 from kernels.sample_and_accept.api import sample_and_accept
 from kernels.sample_and_accept.types import Accepted
 from kernels.token_logprobs.api import token_logprobs
 from kernels.tree_attention.api import tree_attention
+from kernels.tree_attention.call import tree_attention_pallas
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 MESH = Mesh(np.array(jax.devices()), ("model",))
+BY_HEAD = {"q": P(None, "model"), "block_kv": P(None, "model"), "pages": P(None, None, "model")}
 
 
 def split(function: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -102,17 +107,47 @@ def attention() -> None:
         page_size=32,
     )
     arrays = {k: jnp.asarray(v) for k, v in step.arrays.items()}
-    heads = {"q": P(None, "model"), "block_kv": P(None, "model"), "pages": P(None, None, "model")}
     names = list(arrays)
 
     def run(*values: Any) -> Any:
         named = dict(zip(names, values, strict=True))
         return tree_attention(**named, scale=step.scale, backend=Backend.XLA)
 
-    specs = tuple(heads.get(name, P()) for name in names)
+    specs = tuple(BY_HEAD.get(name, P()) for name in names)
     got = split(run, specs, P(None, "model"))(*arrays.values())
     want = jax.jit(run)(*arrays.values())
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def interpreted_attention() -> None:
+    """The Pallas kernel, a KV head a device; races and leaked semaphores fail. That it compiles for
+    TPU inside shard_map without a collective is tests/aot's.
+    """
+    step = make_step(
+        np.random.default_rng(0),
+        [Sequence(40, 1, 3), Sequence(0, 5)],
+        kv_heads=len(jax.devices()),
+        group=1,
+        head_dim=128,
+        page_size=32,
+    )
+    arrays = {k: jnp.asarray(v) for k, v in step.arrays.items()}
+    names = list(arrays)
+
+    def run(*values: Any) -> Any:
+        return tree_attention_pallas(
+            **dict(zip(names, values, strict=True)),
+            scale=step.scale,
+            window=None,
+            chip=CHIPS["v5e"],
+            blocks=small_blocks(),
+            interpret=pltpu.InterpretParams(detect_races=True),
+        )
+
+    specs = tuple(BY_HEAD.get(name, P()) for name in names)
+    with failing_on_faults():
+        got = np.asarray(split(run, specs, P(None, "model"))(*arrays.values()))
+    np.testing.assert_allclose(got, oracle(step), rtol=0, atol=2e-5)
 
 
 def commit() -> None:
@@ -166,19 +201,19 @@ def logprobs() -> None:
     logits = jnp.asarray(rng.integers(-6, 6, (rows, vocab)), jnp.float32)
     visited = jnp.asarray([[0, 2, 3], [4, -1, -1], [5, 6, -1], [-1, -1, -1]], jnp.int32)
     picks = jnp.asarray([[7, 1, 60], [3, -1, -1], [31, 2, -1], [-1, -1, -1]], jnp.int32)
+    pad = ((0, 0), (0, -vocab % len(jax.devices())))
+    padded = jnp.pad(logits, pad, constant_values=-jnp.inf)
+
+    def run(axis: str | None, logits: Any, wanted: Any) -> Any:
+        return token_logprobs(
+            logits, visited, picks, wanted, max_top=20, vocab_axis=axis, backend=Backend.XLA
+        )
+
+    whole = jax.jit(functools.partial(run, None))
+    shares = split(functools.partial(run, "model"), (P(None, "model"), P()), P())
     for wanted in ([20, -1, 0, 4], [0, -1, -1, 0], [-1] * 4):
-
-        def run(axis: str | None, logits: Any, wanted: Any) -> Any:
-            return token_logprobs(
-                logits, visited, picks, wanted, max_top=20, vocab_axis=axis, backend=Backend.XLA
-            )
-
         asked = jnp.asarray(wanted, jnp.int32)
-        want = jax.jit(functools.partial(run, None))(logits, asked)
-        pad = ((0, 0), (0, -vocab % len(jax.devices())))
-        padded = jnp.pad(logits, pad, constant_values=-jnp.inf)
-        specs = P(None, "model"), P()
-        got = split(functools.partial(run, "model"), specs, P())(padded, asked)
+        want, got = whole(logits, asked), shares(padded, asked)
         np.testing.assert_array_equal(got.top_tokens, want.top_tokens)
         np.testing.assert_allclose(got.top, want.top, atol=1e-6)
         np.testing.assert_allclose(got.picked, want.picked, atol=1e-6)
@@ -191,6 +226,6 @@ if __name__ == "__main__":
     sampling(ties=False, masked=True)
     walks()
     commit()
-    # XLA's form alone: the interpreter's callbacks wait for each other where devices are as many as
-    # cores. That the kernel compiles inside shard_map, without a collective, is tests/aot's.
     attention()
+    if len(jax.devices()) == 2:
+        interpreted_attention()

@@ -1,7 +1,8 @@
 """The ops inside `shard_map`, on 2 and 4 devices of the host: same results as on one.
 
-Sampling over a split vocabulary, attention and commit over split KV heads. That no collective
-carries logits is asserted on the compiled programs in `tests/aot`.
+Sampling, its options and log-probabilities over a split vocabulary; attention and commit over split
+KV heads, the interpreted kernel among them. That no collective carries logits is asserted on the
+compiled programs in `tests/aot`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ def test_split_ops_equal_the_whole_ones(num_devices: int) -> None:
             **os.environ,
             "PYTHONPATH": path,
             "JAX_PLATFORMS": "cpu",
+            # Threads of the CPU client: interpreted kernels of two devices wait for each other, and
+            # as many threads as a small machine has cores are not enough for that.
+            "NPROC": "8",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
         },
         capture_output=True,

@@ -21,6 +21,7 @@ CASES = {2: "two layers", 4: "odd vocabulary", 8: "odd vocabulary"}
 ends in padding."""
 
 
+@pytest.mark.timeout(900)  # as many devices as chips, on two cores
 @pytest.mark.parametrize("num_devices", CASES)
 def test_split_head_grows_the_trees_of_one_device(num_devices: int) -> None:
     done = subprocess.run(

@@ -22,6 +22,7 @@ CASES = {2: ["qwen2"], 4: ["qwen3_moe_some_dense"], 8: ["eight_heads"]}
 260, end in padding."""
 
 
+@pytest.mark.timeout(900)  # as many devices as chips, on two cores
 @pytest.mark.parametrize("num_devices", CASES)
 def test_split_target_gives_the_tokens_of_one_device(num_devices: int) -> None:
     names = CASES[num_devices]

@@ -78,7 +78,8 @@ async def service(engine: DeviceEngine) -> AsyncIterator[Any]:
     await server.start()
     task = asyncio.create_task(loop.run())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield SimpleNamespace(stub=draft_pb2_grpc.DraftServiceStub(channel), machine=machine)
+        stub = draft_pb2_grpc.DraftServiceStub(channel)
+        yield SimpleNamespace(stub=stub, machine=machine, channel=channel)
     hub.close_all()
     await server.stop(1)
     task.cancel()
@@ -121,6 +122,16 @@ async def events(call: Any, count: int) -> list[draft_pb2.DraftEvent]:
 
 async def send(call: Any, *blocks: types_pb2.FeatureBlock) -> None:
     await call.write(draft_pb2.SendFeaturesRequest(blocks=blocks))
+
+
+@pytest.mark.parametrize("method", ["Draft", "SendFeatures"])
+async def test_bytes_that_are_no_request_end_their_own_call(service: Any, method: str) -> None:
+    call = service.channel.stream_stream(f"/canopy.v1.DraftService/{method}")(iter([b"\xff" * 64]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:  # credit comes first
+            pass
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "a frame is no message of this stream" in str(caught.value.details())
 
 
 async def test_trees_of_two_sequences_equal_the_engines_own(service: Any) -> None:

@@ -24,6 +24,9 @@ from models.target import load_target
 from tests.e2e.metrics import read_metric
 from verify_service.engine import DeviceEngine, EngineConfig
 
+pytestmark = pytest.mark.timeout(900)
+"""Two processes compile: minutes, where others compile beside them."""
+
 NUM_TOKENS, MAX_MARGIN = 20, 1e-3
 ENGINE = EngineConfig(
     num_pages=64,

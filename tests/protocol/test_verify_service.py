@@ -105,6 +105,21 @@ def assert_same_up_to_near_ties(one: Generation, other: Generation) -> None:
             return
 
 
+@pytest.mark.parametrize("method", ["Verify", "ReceiveFeatures"])
+async def test_bytes_that_are_no_request_end_their_own_call(
+    engine: DeviceEngine, method: str
+) -> None:
+    async with served(engine) as s:
+        call = s.channel.stream_stream(f"/canopy.v1.VerifyService/{method}")(
+            iter([b"\xff" * 64]), metadata=(("canopy-link", "raw"),)
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "a frame is no message of this stream" in str(caught.value.details())
+        assert not s.task.done()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 async def test_any_tree_gives_the_tokens_of_root_only_decoding(
     engine: DeviceEngine, temperature: float

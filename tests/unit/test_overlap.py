@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import overlap
 from benchmarks.overlap_ahead import AheadPlan, AheadRun, run_ahead
+from benchmarks.overlap_built import BuiltRun
 from benchmarks.overlap_costs import PRESETS, Costs, plain
 from benchmarks.overlap_sync import Scenario, SyncRun
 from benchmarks.overlap_text import WIDTH, Head, Text, grow, likeliest_outcomes
@@ -63,6 +64,15 @@ def test_draft_ahead_hides_what_fits_and_waits_for_what_does_not() -> None:
     assert 0 < fits.hits < fits.rounds
     far = AheadRun(replace(SCENARIO, rtt=20e-3), AheadPlan(3, 4, waits=False)).run()
     assert far.intervals == pytest.approx([23e-3] * len(far.intervals))
+
+
+def test_draft_ahead_as_built_begins_rounds_where_trees_come_in_time() -> None:
+    few = replace(SCENARIO, batch=1, num_steps=300)
+    built = BuiltRun(few, 6).run()
+    assert built.hits > 10
+    assert built.rate > 1.01 * SyncRun(few, budget=True).run().rate
+    late = BuiltRun(replace(few, rtt=20e-3), 6).run()
+    assert late.hits == 0
 
 
 def test_waiting_without_outcomes_is_the_synchronous_path() -> None:

@@ -66,6 +66,13 @@ def test_a_loop_counts_its_own_cycles_and_the_longest_of_alternative_page_issues
     assert schedule.capacity == {"MATMUL": 4, "SALU": 2}
 
 
+def test_starting_an_items_inputs_is_no_page_issue() -> None:
+    with_table = BUNDLES.replace("%b = dma.hbm_to_vmem %y", "%b = dma.hbm_to_smem %y", 1)
+    (outer,) = parse(with_table, UTILIZATION).loops(1)
+    assert outer.cycles == 6 + 2 + 1 + 6
+    assert outer.issue_cycles == 1  # the other block alone
+
+
 def test_files_of_different_kernels_are_refused() -> None:
     with pytest.raises(ValueError, match="19 bundles but 18 rows"):
         parse(BUNDLES, UTILIZATION.rstrip("\n").rsplit("\n", 1)[0])
