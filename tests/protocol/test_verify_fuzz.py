@@ -38,6 +38,7 @@ bodies = st.one_of(
         num_prompt_tokens=uint32, sampling=sampling | st.just(types_pb2.SamplingParams()),
         stop_token_ids=st.lists(uint32, max_size=3), max_total_tokens=st.just(20) | uint32,
         round=uint64, wants_features=st.booleans(), choice_index=st.just(0) | uint32,
+        fork_of=st.sampled_from([b"", b"x" * 15, b"a" * 16, b"b" * 16]),
     ),
     st.builds(lambda p: {"attach": verify_pb2.VerifyAttach(features_from=p)}, uint32),
     st.builds(
