@@ -42,6 +42,11 @@ class Blocks:
         return self.tiles[-1]
 
 
+def staging_rows(heads: Heads, tile: int) -> int:
+    """Rows of `Scratch.staging`; a register of them where nothing is turned through it."""
+    return tile * heads.padded_q_heads if heads.turned_by_strides else 8
+
+
 def vmem_bytes(heads: Heads, keys: int, tile: int, num_words: int) -> int:
     """VMEM of the kernel's scratch for the given sizes."""
     item = int(jnp.dtype(heads.dtype).itemsize)
@@ -51,7 +56,7 @@ def vmem_bytes(heads: Heads, keys: int, tile: int, num_words: int) -> int:
     kv = 2 * heads.kv_heads * keys * heads.row_width * item
     softmax = heads.kv_heads * rows * (keys * (4 + item) + 3 * LANES * 4 + width * (4 + item))
     queries = 4 * tile * padded_heads * max(heads.head_dim, LANES) * item  # q and o, twice each
-    staging = tile * heads.padded_q_heads * max(heads.head_dim, LANES) * 4
+    staging = staging_rows(heads, tile) * max(heads.head_dim, LANES) * 4
     block = 4 * heads.kv_heads * BLOCK_PIECE * heads.row_width * item
     bits = 2 * tile * max(num_words, 8) * LANES * 4
     return kv + softmax + queries + staging + block + bits

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.chips import Chip
-from kernels.tree_attention.blocks import BLOCK_PIECE, Blocks, choose_blocks
+from kernels.tree_attention.blocks import BLOCK_PIECE, Blocks, choose_blocks, staging_rows
 from kernels.tree_attention.compute import LANES, Heads
 from kernels.tree_attention.kernel import body
 from kernels.tree_attention.work import plan_work
@@ -44,7 +44,7 @@ def _scratch_shapes(
         pltpu.VMEM((kv, rows, LANES), f32),
         pltpu.VMEM((kv, rows, LANES), f32),
         pltpu.VMEM((kv, rows, heads.q_width), f32),
-        pltpu.VMEM((tile * heads.padded_q_heads, heads.head_dim), f32),
+        pltpu.VMEM((staging_rows(heads, tile), heads.head_dim), f32),
     ]
     return [*buffers, *softmax, *[pltpu.SemaphoreType.DMA((2,)) for _ in range(7)]]
 

@@ -311,10 +311,16 @@ class Kernel:
     def load_queries(self, half: jax.Array, tile: int) -> None:
         """Token-major queries -> one matrix of group * tile rows per KV head.
 
-        Turned by loads that step over a token's heads: a transpose would take eight operations of
-        the cross-lane unit a register. They take 32-bit rows.
+        Both ways of turning take 32-bit rows. See `Heads.turned_by_strides`.
         """
         heads, staging, stride = self.heads, self.scratch.staging, self.heads.padded_q_heads
+        if not heads.turned_by_strides:
+            head_major = jnp.swapaxes(self.buffers.q[half, :tile].astype(jnp.float32), 0, 1)
+            per_head = (heads.group * tile, heads.head_dim)
+            for h in range(heads.kv_heads):
+                part = head_major[h * heads.group : (h + 1) * heads.group].reshape(per_head)
+                self.scratch.q[h, : per_head[0], : heads.head_dim] = part.astype(heads.dtype)
+            return
         for token in range(tile):
             rows = self.buffers.q[half, token].astype(jnp.float32)
             staging[token * stride : token * stride + heads.q_heads, :] = rows
@@ -326,6 +332,15 @@ class Kernel:
     def store_output(self, half: jax.Array, tile: int) -> None:
         """One matrix per KV head -> token-major output, the other way round."""
         heads, staging, stride = self.heads, self.scratch.staging, self.heads.padded_q_heads
+        if not heads.turned_by_strides:
+            shape = (heads.group, tile, heads.head_dim)
+            outs = [
+                finish(heads, self.scratch, h, tile * heads.group).reshape(shape)
+                for h in range(heads.kv_heads)
+            ]
+            token_major = jnp.swapaxes(jnp.concatenate(outs, axis=0), 0, 1)
+            self.buffers.out[half, :tile] = token_major.astype(heads.dtype)
+            return
         for h in range(heads.kv_heads):
             out = finish(heads, self.scratch, h, tile * heads.group)
             for place in range(heads.group):

@@ -44,9 +44,9 @@ SIZES: dict[str, dict[str, Any]] = {
         "dtype": ml_dtypes.bfloat16,
         "num_words": 1,
     },
-    "bfloat16, head_dim 256, window": {
-        "kv_heads": 1,
-        "group": 4,
+    "bfloat16, head_dim 256, 20 heads, window": {
+        "kv_heads": 2,
+        "group": 10,
         "head_dim": 256,
         "page_size": 64,
         "dtype": ml_dtypes.bfloat16,
