@@ -22,16 +22,23 @@ pytestmark = pytest.mark.e2e
 STORY = ("--chat", "Tell me a long story.", "--ignore-eos", "--max-tokens", "1500")
 
 
+NOT_IGNORED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "canopy", *sys.argv[1:]])
+"""
+"""Where the suite runs in the background of a script, SIGINT is ignored from the start. (A
+`preexec_fn` would fork this process, which other tests load jax into.)"""
+
+
 def begin(*arguments: str) -> subprocess.Popen[str]:
     """The command as a shell would start it: in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "canopy", *arguments],
+        [sys.executable, "-S", "-c", NOT_IGNORED, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
         text=True,
-        # Where the suite runs in the background of a script, SIGINT is ignored from the start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
