@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -50,8 +51,18 @@ def _figures(program: Program) -> dict[str, Any]:
         "temp_bytes": program.temp_bytes,
         "peak_bytes": peak,
         "alias_bytes": program.alias_bytes,
-        "largest_sort": program.largest_result("sort"),
+        "longest_sort": _longest_sort(program),
     }
+
+
+def _longest_sort(program: Program) -> int:
+    """The most elements that are sorted against each other; 0 without a sort."""
+    longest = 0
+    for line in program.operations("sort"):
+        (axis,) = map(int, re.findall(r"dimensions=\{(\d+)\}", line))
+        shapes = re.findall(r"\w+\[([\d,]+)\]", line.split(" = ", 1)[1].split(" sort(", 1)[0])
+        longest = max([longest, *(int(shape.split(",")[axis]) for shape in shapes)])
+    return longest
 
 
 def attention_bytes(model: programs.Model) -> tuple[int, int]:

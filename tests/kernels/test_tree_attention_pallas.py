@@ -77,8 +77,15 @@ def _padded(seed: int, sequences: list[Sequence], sizes: dict[str, Any]) -> Step
     )
 
 
-def _tolerance(dtype: Any) -> float:
-    return 2e-5 if dtype == np.float32 else 1e-2
+def _assert_close(out: np.ndarray, want: np.ndarray, dtype: Any) -> None:
+    """Within 2e-5 in float32. In bfloat16 within 1e-2, but for outputs beyond 1.7: there rounding
+    them (half a step, 2^-8 of the value) takes most of that by itself.
+    """
+    if dtype == np.float32:
+        np.testing.assert_allclose(out, want, rtol=0, atol=2e-5)
+        return
+    allowed = np.maximum(1e-2, 1.5 * 2**-8 * np.abs(want))
+    np.testing.assert_array_less(np.abs(out - want), allowed)
 
 
 @st.composite
@@ -117,7 +124,7 @@ def test_any_step_equals_the_oracle_without_race_or_leak(name: str, mode: Mode) 
     def check(seed: int, sequences: list[Sequence]) -> None:
         step = _padded(seed, sequences, sizes)
         out = _run(step, mode, tiles=tiles)
-        np.testing.assert_allclose(out, oracle(step), rtol=0, atol=_tolerance(sizes["dtype"]))
+        _assert_close(out, oracle(step), sizes["dtype"])
 
     check()
 
