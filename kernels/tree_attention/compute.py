@@ -55,9 +55,10 @@ class Heads:
         that step over a token's heads, or by transposes, which keep the cross-lane units busy.
 
         Scheduled cycles per item (T = 32, v5e / v6e): 32 heads take 2,699 / 2,260 by strides and
-        2,220 / 1,638 by transposes; 8 heads 67 / 7 fewer by strides.
+        2,220 / 1,638 by transposes; 8 heads 67 / 7 fewer by strides. The compiler has strided
+        loads of rows of one register's lanes alone.
         """
-        return self.padded_q_heads <= 16
+        return self.padded_q_heads <= 16 and self.head_dim <= LANES
 
     @property
     def row_width(self) -> int:
