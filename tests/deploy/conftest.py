@@ -74,8 +74,13 @@ def render(tmp_path_factory: pytest.TempPathFactory) -> Render:
 @pytest.fixture(scope="session")
 def settings() -> StackSettings:
     model = library.fetch_model(library.DEMO_MODEL)
-    patient = {"router": ("--tree-seconds", "30")}  # on a busy machine drafts come late
-    return StackSettings(model=model, head=library.demo_head(model), flags=patient, show_logs=False)
+    flags = {
+        "router": ("--tree-seconds", "30"),  # on a busy machine drafts come late
+        # Trees whether they pay here or not, and ahead of their rounds: every panel has something.
+        "verify": ("--tree-budget", "full"),
+        "draft": ("--draft-ahead", "2"),
+    }
+    return StackSettings(model=model, head=library.demo_head(model), flags=flags, show_logs=False)
 
 
 @pytest.fixture(scope="session")
