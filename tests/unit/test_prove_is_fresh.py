@@ -23,7 +23,7 @@ def test_a_broken_limit_is_seen() -> None:
         ("attention schedule", {"ratio": 2.0}),
         ("kv_commit", {"temp_bytes": 10**12}),
         ("kv_commit", {"alias_bytes": 0}),
-        ("verify step", {"largest_sort": 10**6}),
+        ("verify step", {"longest_sort": 10**6}),
         ("draft step", {"copied_pages": True}),
         ("tree_attention", {"moved_over_least": 1.2}),
         ("split sampling", {"largest_collective": 10**9}),
