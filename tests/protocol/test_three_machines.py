@@ -9,6 +9,7 @@ page is held. Two faults planted in the protocol are shown to be found.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -38,6 +39,8 @@ from verify_service.machine import VerifyMachine
 from verify_service.sequences import VerifySequence
 
 STEPS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+MAX_SEARCHES = 20
+"""For one sign of a planted fault."""
 
 
 class Adversary(RuleBasedStateMachine):
@@ -327,17 +330,27 @@ TestThreeMachines.settings = settings(max_examples=100, stateful_step_count=50, 
 
 
 def assert_found(planted: str) -> None:
-    """The adversary finds a fault, whatever its settings on this machine."""
-    search = settings(
-        max_examples=20_000,
-        stateful_step_count=50,
-        database=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        **STEPS,
-    )
-    with pytest.raises(AssertionError, match=planted):
-        run_state_machine_as_test(Adversary, settings=search)
+    """The adversary finds a fault, whatever its settings on this machine.
+
+    A search depends on which modules are loaded (hypothesis draws their constants), and another
+    sign of the fault may come first: then it is searched for again, from elsewhere.
+    """
+    others = []
+    for attempt in range(MAX_SEARCHES):
+        search = settings(
+            max_examples=20_000,
+            stateful_step_count=50,
+            database=None,
+            derandomize=attempt == 0,
+            phases=[Phase.generate],
+            **STEPS,
+        )
+        with pytest.raises(AssertionError) as caught:
+            run_state_machine_as_test(Adversary, settings=search)
+        if re.search(planted, str(caught.value)):
+            return
+        others.append(str(caught.value).partition("\n")[0])
+    pytest.fail(f"found only {others}")
 
 
 def test_an_unfenced_epoch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
