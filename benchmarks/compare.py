@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.decode import Tally
 from benchmarks.prompts import GOLDENS, Conversation, read_conversations
-from benchmarks.serving import model_and_head, print_report
+from benchmarks.serving import add_model_arguments, model_and_head, print_report
 from canopy.client import Client
 from canopy.results import CanopyError, Chunk, Completion, Options
 from canopy.stack import MODULES, Stack, StackSettings
@@ -160,8 +160,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128, help="per prompt [%(default)s]")
     parser.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="[%(default)s]")
-    parser.add_argument("--model", type=Path, help="target's directory [the demo's, fetched]")
-    parser.add_argument("--head", type=Path, help="head's directory [the demo's]")
+    add_model_arguments(parser)
     parser.add_argument("--max-tree-nodes", type=int, help="nodes of a tree, root included")
     parser.add_argument("--max-depth", type=int, help="depth of a tree")
     return parser.parse_args(argv)

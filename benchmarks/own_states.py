@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.prompts import GOLDENS
-from benchmarks.serving import model_and_head, print_report
+from benchmarks.serving import add_model_arguments, model_and_head, print_report
 from common.entry import run_program
 from common.errors import StartupError
 from common.types import DraftTree, TreeShape
@@ -192,8 +192,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-depth", type=int, default=5, help="of a tree [%(default)s]")
     parser.add_argument("--top-k", type=int, default=4, help="[%(default)s]")
     parser.add_argument("--max-nodes", type=int, default=16, help="of a tree [%(default)s]")
-    parser.add_argument("--model", type=Path, help="target's directory [the demo's, fetched]")
-    parser.add_argument("--head", type=Path, help="head's directory [the demo's]")
+    add_model_arguments(parser)
     return parser.parse_args(argv)
 
 

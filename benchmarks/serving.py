@@ -16,10 +16,15 @@ from canopy.stack import Stack, StackSettings
 from common.server import canopy_version
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--address", help="a running router; unset: three services are started")
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """For `model_and_head`."""
     parser.add_argument("--model", type=Path, help="target's directory [the demo's, fetched]")
     parser.add_argument("--head", type=Path, help="head's directory [the demo's]")
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--address", help="a running router; unset: three services are started")
+    add_model_arguments(parser)
     parser.add_argument(
         "--tree-budget", choices=("auto", "full"), default="full",
         help="of the services that are started; full: a tree in every round [%(default)s]",

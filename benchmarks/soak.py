@@ -28,12 +28,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.scrape import Scrape, quantile, settled
-from benchmarks.serving import print_report
-from canopy import library
+from benchmarks.serving import add_model_arguments, model_and_head, print_report
 from canopy.client import Client
 from canopy.results import CanopyError, Chunk, Completion, Message, Options
 from canopy.stack import Stack, StackSettings
@@ -219,18 +217,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer [%(default)s]")
     parser.add_argument("--kv-pool-tokens", type=int, default=4096, help="of verify [%(default)s]")
     parser.add_argument("--seed", type=int, default=1, help="of the requests [%(default)s]")
-    parser.add_argument("--model", type=Path, help="target's directory [the demo's, fetched]")
-    parser.add_argument("--head", type=Path, help="head's directory [the demo's]")
+    add_model_arguments(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if nothing is wrong. Raises StartupError."""
     arguments = parse(argv)
-    model, head = arguments.model, arguments.head
-    if model is None:
-        model = library.fetch_model(library.DEMO_MODEL)
-        head = head or library.demo_head(model)
+    model, head = model_and_head(arguments)
     flags = {"verify": ("--kv-pool-tokens", str(arguments.kv_pool_tokens))}
     settings = StackSettings(model=model, head=head, flags=flags, show_logs=False)
     with Stack(settings) as stack, Client(stack.address) as client:

@@ -22,14 +22,13 @@ import sys
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import router_overhead
 from benchmarks.prompts import GOLDENS, read_conversations
-from benchmarks.serving import print_report
+from benchmarks.serving import add_model_arguments, print_report
 from benchmarks.transport_frames import measure_frames
 from canopy import library
 from canopy.client import Client
@@ -50,8 +49,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequences", default="1,16,64", help="of a frame [%(default)s]")
     parser.add_argument("--nodes", type=int, default=16, help="of a tree [%(default)s]")
     parser.add_argument("--row-width", type=int, default=1728, help="of features [%(default)s]")
-    parser.add_argument("--model", type=Path, help="target's directory [the demo's, fetched]")
-    parser.add_argument("--head", type=Path, help="head's directory [the demo's]")
+    add_model_arguments(parser)
     parser.add_argument("--limit", type=int, default=4, help="prompts, asked together")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer [%(default)s]")
     parser.add_argument("--rounds", type=int, default=300, help="of the router's part")

@@ -5,8 +5,9 @@ ask of a sequence, and what is said of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
-from common.types import ErrorCode, SequenceState
+from common.types import ErrorCode, SequenceFailure, SequenceState
 
 NO_ROUND = -1
 """`acked_round` when nothing is acknowledged yet."""
@@ -62,6 +63,13 @@ class Failed(BaseEvent):
     message: str
     round: int
     state: SequenceState
+
+    @classmethod
+    def of(cls, stream: int, sequence_id: bytes, epoch: int, failure: SequenceFailure) -> Self:
+        return cls(
+            stream=stream, sequence_id=sequence_id, epoch=epoch, code=failure.code,
+            message=failure.message, round=failure.round, state=failure.state,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

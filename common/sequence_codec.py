@@ -53,17 +53,7 @@ def decode_commands(
         try:
             commands.append(decode(message))
         except SequenceFailure as failure:
-            errors.append(
-                Failed(
-                    stream=stream,
-                    sequence_id=message.sequence_id,
-                    epoch=message.epoch,
-                    code=failure.code,
-                    message=failure.message,
-                    round=failure.round,
-                    state=failure.state,
-                )
-            )
+            errors.append(Failed.of(stream, message.sequence_id, message.epoch, failure))
     return commands, errors
 
 

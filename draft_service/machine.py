@@ -125,7 +125,7 @@ class DraftMachine:
                 return
             self._perform(stream, command, now, events)
         except SequenceFailure as failure:
-            events.append(_failed(stream, command.sequence_id, command.epoch, failure))
+            events.append(Failed.of(stream, command.sequence_id, command.epoch, failure))
 
     def _perform(self, stream: int, command: Command, now: float, events: list[Event]) -> None:
         match command:
@@ -288,7 +288,7 @@ class DraftMachine:
         try:
             checks.check_features(block, sequence, self._limits)
         except SequenceFailure as failure:
-            return [_failed(sequence.stream, block.sequence_id, block.epoch, failure)]
+            return [Failed.of(sequence.stream, block.sequence_id, block.epoch, failure)]
         self.num_ignored_rows += num_rows - sequence.features.put(block.position, block.rows)
         return []
 
@@ -298,7 +298,7 @@ class DraftMachine:
         if sequence is None or epoch != sequence.epoch:
             return []
         failure = SequenceFailure(ErrorCode.INVALID, message, sequence.state)
-        return [_failed(sequence.stream, sequence_id, epoch, failure)]
+        return [Failed.of(sequence.stream, sequence_id, epoch, failure)]
 
     # -- steps
 
@@ -339,7 +339,7 @@ class DraftMachine:
         for sequence in self._registry:
             state = SequenceState(epoch=sequence.epoch)
             failure = SequenceFailure(ErrorCode.INTERNAL, message, state, sequence.next_round)
-            events.append(_failed(sequence.stream, sequence.sequence_id, sequence.epoch, failure))
+            events.append(Failed.of(sequence.stream, sequence.sequence_id, sequence.epoch, failure))
             self._registry.forget(sequence)
         for sequence in failed:
             self._perform_deferred(sequence, now, events)
@@ -368,13 +368,6 @@ def _must_wait(sequence: DraftSequence, command: Command) -> bool:
         return True
     takes_over = isinstance(command, Open | Attach | Rollback) and command.epoch > sequence.epoch
     return takes_over and sequence.in_flight
-
-
-def _failed(stream: int, sequence_id: bytes, epoch: int, failure: SequenceFailure) -> Failed:
-    return Failed(
-        stream=stream, sequence_id=sequence_id, epoch=epoch, code=failure.code,
-        message=failure.message, round=failure.round, state=failure.state,
-    )  # fmt: skip
 
 
 def _state_report(stream: int, sequence: DraftSequence) -> StateReport:

@@ -177,17 +177,7 @@ class VerifyMachine:
                 return
             self._perform(stream, command, now, events)
         except SequenceFailure as failure:
-            events.append(
-                Failed(
-                    stream=stream,
-                    sequence_id=command.sequence_id,
-                    epoch=command.epoch,
-                    code=failure.code,
-                    message=failure.message,
-                    round=failure.round,
-                    state=failure.state,
-                )
-            )
+            events.append(Failed.of(stream, command.sequence_id, command.epoch, failure))
 
     def _perform(self, stream: int, command: Command, now: float, events: list[Event]) -> None:
         match command:

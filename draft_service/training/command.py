@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import StartupError
@@ -29,7 +31,6 @@ def train(parsed: argparse.Namespace) -> int:
     import yaml
 
     from common.process import tune_malloc
-    from models.errors import ModelError
 
     tune_malloc()  # mapping a step's buffers anew each time was a quarter of it
 
@@ -49,12 +50,8 @@ def train(parsed: argparse.Namespace) -> int:
         if not equals:
             raise StartupError(f"--set: {item!r} must be FIELD=VALUE")
         overrides[field] = yaml.safe_load(value)
-    try:
+    with _in_one_line():
         head = run(load_recipe(parsed.recipe, overrides), parsed.max_steps)
-    except (ModelError, ValueError) as error:
-        raise StartupError(str(error)) from error
-    except OSError as error:
-        raise StartupError(f"{error.filename}: {error.strerror}; check the path") from error
     print(json.dumps({"head": str(head)}))
     return 0
 
@@ -76,7 +73,6 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 def generate_data(parsed: argparse.Namespace) -> int:
     """Writes the target's own responses; prompts already in the output are left out."""
     from draft_service.training.generate import GenerateSettings, generate_responses
-    from models.errors import ModelError
 
     settings = GenerateSettings(
         target=parsed.target,
@@ -89,13 +85,9 @@ def generate_data(parsed: argparse.Namespace) -> int:
         limit=parsed.limit,
         seed=parsed.seed,
     )
-    try:
+    with _in_one_line():
         for progress in generate_responses(settings):
             print(json.dumps(progress), flush=True)
-    except (ModelError, ValueError) as error:
-        raise StartupError(str(error)) from error
-    except OSError as error:
-        raise StartupError(f"{error.filename}: {error.strerror}; check the path") from error
     return 0
 
 
@@ -129,7 +121,6 @@ def check(parsed: argparse.Namespace) -> int:
     """Prints a head's acceptance on given prompts, by reading. Raises StartupError."""
     from common.types import TreeShape
     from draft_service.training.check import CheckSettings, check_head
-    from models.errors import ModelError
 
     settings = CheckSettings(
         model=parsed.model,
@@ -144,14 +135,21 @@ def check(parsed: argparse.Namespace) -> int:
         boundaries=_numbers("boundaries", parsed.boundaries),
         all_readings=parsed.all_readings,
     )
-    try:
+    with _in_one_line():
         found = check_head(settings, lambda line: print(line, file=sys.stderr, flush=True))
-    except (ModelError, ValueError) as error:
+    print(json.dumps(found.as_dict()) if parsed.json else found.as_text())
+    return 0
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """What a model, a recipe or a file is at fault for, as StartupError."""
+    try:
+        yield
+    except ValueError as error:  # ModelError is one
         raise StartupError(str(error)) from error
     except OSError as error:
         raise StartupError(f"{error.filename}: {error.strerror}; check the path") from error
-    print(json.dumps(found.as_dict()) if parsed.json else found.as_text())
-    return 0
 
 
 def _numbers(flag: str, text: str | None) -> tuple[int, ...] | None:
