@@ -81,11 +81,14 @@ def test_choice_is_the_best_of_all_prefixes(
         if sum(prefixes) <= max_rows
     ]
     assert tuple(counts) in allowed
-    root_only = rate([1] * len(rounds))
-    first_probe = PROBE_SHARE * (seconds[len(rounds)] + idle) * 1.01 + 1e-9
-    if seconds[sum(counts)] - seconds[len(rounds)] > first_probe:
-        assert rate(counts) >= max(map(rate, allowed)) * (1 - 1e-9)
-        assert rate(counts) >= root_only * (1 - 1e-9)
+    most = max(map(rate, allowed))
+    best = [prefixes for prefixes in allowed if rate(prefixes) >= most * (1 - 1e-9)]
+    # The first step may already pay for a probe of the next larger bucket, where that is cheap.
+    added = [seconds[sum(counts)] - seconds[sum(prefixes)] for prefixes in best]
+    affordable = [PROBE_SHARE * (seconds[sum(prefixes)] + idle) + 1e-9 for prefixes in best]
+    assert rate(counts) >= most * (1 - 1e-9) or any(
+        0 < more <= limit for more, limit in zip(added, affordable, strict=True)
+    )
 
 
 @given(
