@@ -39,6 +39,11 @@ class DraftConfig(DeviceConfig):
     max_depth: int = Field(5, ge=1, le=16, description="Levels of a tree below its root.")
     top_k: int = Field(4, ge=1, le=32, description="Children per node, and nodes kept per level.")
     max_nodes: int = Field(16, ge=2, le=128, description="Nodes of a tree, root included.")
+    levels: Literal["auto", "all"] = Field(
+        "auto",
+        description="Levels of a tree that are grown; auto: while the chance of reaching the next"
+        " one is worth its time, as measured; all: max_depth.",
+    )
     attention_window_tokens: int = Field(
         0,
         ge=0,
