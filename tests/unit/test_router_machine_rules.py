@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,9 @@ class Letters:
 
     def push(self, token_id: int) -> str:
         return chr(96 + token_id)
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.push, token_ids))
 
     def finish(self) -> str:
         return ""
