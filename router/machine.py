@@ -105,6 +105,8 @@ class GenerationMachine:
         self._settings = settings
         self._most_of_a_tree = _most_of_a_tree(generation.tree, settings.max_tree_nodes)
         self._emission = Emission(generation, text)
+        self.tokens = self._emission.tokens
+        """Prompt and all emitted."""
         self._tree = Tree.root_only(self.tokens[-1])
         self._depths: Sequence[int] = (0,)
         self._tree_wanted = False
@@ -126,11 +128,6 @@ class GenerationMachine:
         )
 
     # -- for the service
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and all emitted."""
-        return self._emission.tokens
 
     @property
     def num_emitted(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,7 +171,7 @@ def test_a_round_goes_from_result_to_extend_to_tree() -> None:
 
 
 def advised(subject: GenerationMachine, tokens: list[int], wants_tree: bool) -> RoundResult:
-    return replace(result(subject, tokens), wants_tree=wants_tree)
+    return result(subject, tokens)._replace(wants_tree=wants_tree)
 
 
 def test_where_verify_advises_against_trees_the_root_goes_at_once() -> None:
