@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import subprocess
 import sys
 import tempfile
 import time
@@ -183,8 +184,8 @@ async def measure_writes(num_streams: int, num_writes: int) -> float:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     flags = ["--read-from", f"127.0.0.1:{port}", "--sequences", str(num_streams)]
-    module = ("-m", "benchmarks.router_parts")
-    reader = await asyncio.create_subprocess_exec(sys.executable, *module, *flags)
+    command = [sys.executable, "-m", "benchmarks.router_parts", *flags]
+    reader = await asyncio.to_thread(subprocess.Popen, command)
     try:
         async with asyncio.timeout(60.0):
             await chunks.all_here.wait()
@@ -198,9 +199,8 @@ async def measure_writes(num_streams: int, num_writes: int) -> float:
         chunks.write()
         await server.stop(5.0)
     finally:
-        if reader.returncode is None:
-            reader.terminate()
-        await reader.wait()
+        reader.terminate()
+        await asyncio.to_thread(reader.wait)
     return round(1000 * sorted(seconds)[num_writes // 10], 3)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.router_parts import measure_rounds
 from common.errors import ConfigError, StartupError
 from router.chat import ChatTemplate, ChatTemplateError
 from router.config import RouterConfig
@@ -275,3 +276,13 @@ def test_wrong_settings_are_named(flags: list[str], words: list[str]) -> None:
         RouterConfig.load(flags, environ={})
     for word in words:
         assert word in str(failure.value)
+
+
+# -- what the benchmarks drive
+
+
+def test_the_measured_rounds_are_rounds_of_a_real_core() -> None:
+    """Each part is met in every round, or the table in docs/protocol.md would be of nothing."""
+    parts = asyncio.run(measure_rounds(num_sequences=3, num_rounds=4, nodes=8))
+    assert set(parts) == {"results_ms", "trees_ms", "frames_ms", "chunks_ms"}
+    assert all(milliseconds > 0 for milliseconds in parts.values())
