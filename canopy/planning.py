@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-token-ms", type=float, default=50.0, help="per token and reader [50]"
     )
-    parser.add_argument("--dtype", choices=BYTES, default="bfloat16")
+    parser.add_argument(
+        "--dtype", choices=BYTES, default="bfloat16", help="of weights and KV [%(default)s]"
+    )
     parser.add_argument("--net-ms", type=float, default=0.5, help="on the way, per round [0.5]")
     parser.add_argument("--launch-ms", type=float, default=0.2, help="fixed, per step [0.2]")
     parser.add_argument("--efficiency", type=float, default=0.7, help="of the bounds [0.7]")

@@ -31,7 +31,9 @@ class DraftConfig(DeviceConfig):
         (), description="Captured boundaries, as 2,15,27, where the head's files are wrong."
     )
     aux_reading: Literal["", "boundaries", "outputs"] = Field(
-        "", description="How to read the head's layer ids; empty: as its files say."
+        "",
+        description="What the layer ids in the head's files mean: boundaries (streams that enter"
+        " the layers) or outputs (those that leave them); empty: as the files say.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of weights, KV and features; the features' as verify sends them."
