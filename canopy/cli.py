@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console
 
@@ -58,9 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-Commands = argparse._SubParsersAction[
-    OneLineParser
-]  # the type of what add_subparsers returns has no public name
+Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
+"""The type of what add_subparsers returns has no public name."""
 
 
 def _add_serve(commands: Commands) -> None:
