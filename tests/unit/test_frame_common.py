@@ -23,7 +23,7 @@ from common.entry import run_program, stoppable
 from common.errors import ConfigError, StartupError
 from common.log import get_logger, set_up_logging
 from common.metrics import Metrics, integer_buckets, power_buckets
-from common.tensors import FeatureDtype, FeaturePiece, join_piece, split_rows
+from common.tensors import FeatureDtype, FeaturePiece, is_finite, join_piece, split_rows
 from common.types import FeatureRows
 from draft_service.config import DraftConfig
 from router.config import RouterConfig
@@ -280,3 +280,11 @@ def test_malformed_piece_is_refused_by_field(
     piece = FeaturePiece(b"s", 0, 0, num_rows, row_width, FeatureDtype.FLOAT32, data)
     with pytest.raises(ValueError, match=words):
         join_piece(piece, 2)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@given(st.lists(st.floats(width=32), min_size=1, max_size=6))
+def test_rows_with_nan_or_infinity_are_told_from_numbers(dtype: type, values: list[float]) -> None:
+    with np.errstate(over="ignore"):
+        rows = np.array([values, values[::-1]], np.float32).astype(dtype)
+    assert is_finite(rows) == bool(np.isfinite(rows).all())
