@@ -39,6 +39,8 @@ class Scenario:
     seed: int
     rtt: float  # seconds; verify → draft → verify
     jitter: float = 0.0  # seconds; each way adds up to half of it
+    root_turn: float = 0.0  # seconds that router and hosts take of a round without a tree
+    tree_turn: float = 0.0  # the same of one with a tree
 
 
 @dataclass(slots=True)
@@ -187,10 +189,19 @@ class SyncRun:
 
     def _after(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
         """What the router, beside verify, makes of results."""
-        self._send([(i, r, None) for i, r in results if not r.wants_tree], now)
+        roots = [(i, r) for i, r in results if not r.wants_tree]
+        if roots and self._s.root_turn:
+            self._at(now + self._s.root_turn, lambda later: self._roots(roots, later))
+        else:
+            self._roots(roots, now)
         wanted = [(i, r) for i, r in results if r.wants_tree]
         if wanted:
-            self._at(now + self._way(), lambda later: self._to_draft(wanted, later))
+            there = now + self._s.tree_turn + self._way()
+            self._at(there, lambda later: self._to_draft(wanted, later))
+
+    def _roots(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
+        self._send([(index, result, None) for index, result in results], now)
+        self._verify(now)
 
     def _to_draft(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
         self._drafts += results
