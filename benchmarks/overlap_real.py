@@ -84,7 +84,10 @@ def run_real(
                 with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
                     runner.run(_generate(address, scenario.batch, seconds))
         steps = [Step(*fields) for fields in json.loads(record.read_text())]
-    full = [i for i, step in enumerate(steps) if step.num_sequences == scenario.batch] or [0, len(steps) - 1]
+    full = [i for i, step in enumerate(steps) if step.num_sequences == scenario.batch] or [
+        0,
+        len(steps) - 1,
+    ]
     return steps[full[0] : full[-1] + 1]
 
 

@@ -41,6 +41,7 @@ class Scenario:
     jitter: float = 0.0  # seconds; each way adds up to half of it
     root_turn: float = 0.0  # seconds that router and hosts take of a round without a tree
     tree_turn: float = 0.0  # the same of one with a tree
+    open_gap: float = 0.0  # seconds from the first sequence's Open to the others'
 
 
 @dataclass(slots=True)
@@ -148,12 +149,19 @@ class SyncRun:
             )
             for i in range(self._s.batch)
         ]  # fmt: skip
-        self._machine.handle(STREAM, opens, 0.0)
-        self._verify(0.0)
+        if self._s.open_gap:
+            self._at(self._s.open_gap, lambda later: self._open(opens[1:], later))
+            self._open(opens[:1], 0.0)
+        else:
+            self._open(opens, 0.0)
         while self._agenda and len(self._started) <= self._s.num_steps:
             now, _, act = heapq.heappop(self._agenda)
             act(now)
         return self._tally()
+
+    def _open(self, opens: list[commands.Open], now: float) -> None:
+        self._machine.handle(STREAM, opens, now)
+        self._verify(now)
 
     def _at(self, time: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._agenda, (time, next(self._order), act))
@@ -163,6 +171,10 @@ class SyncRun:
 
     def _verify(self, now: float) -> None:
         if self._verify_busy or not self._machine.has_ready:
+            return
+        until = self._machine.wait_until(now, now)
+        if until > now:
+            self._at(until, self._verify)  # frames look again before
             return
         plan = self._machine.plan(now)
         if not plan.works:
