@@ -30,7 +30,7 @@ from benchmarks.overlap import numbers
 from benchmarks.overlap_built import BuiltRun
 from benchmarks.overlap_costs import plain
 from benchmarks.overlap_services import write_scenario
-from benchmarks.overlap_sync import MAX_CONTEXT, Scenario, SyncRun, Tally
+from benchmarks.overlap_sync import Scenario, SyncRun, Tally
 from benchmarks.overlap_text import Head
 from benchmarks.router_overhead import announced, process, write_model
 from benchmarks.serving import print_report
@@ -38,7 +38,15 @@ from canopy.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from common.entry import run_program
 from common.process import event_loop_factory
 
-PROBE_SECONDS = 5.0
+PROBE_TOKENS = 150
+MOST_SECONDS = 300.0  # of one run
+OPEN_GAP = 1e-3  # in the simulation, between the first Open and the others; really, any
+COMPARED = (
+    "tokens_per_s", "step_over_verify_p50", "step_over_verify_mean", "acceptance_length",
+    "sequences_per_step",
+)  # fmt: skip
+LAST_STEPS = 4  # of a run, that are not counted: clients go
+STALL = 1.5  # an interval of more medians is none of the services' doing
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +63,9 @@ class Step:
 
 
 def run_real(
-    scenario: Scenario, num_outcomes: int, seconds: float, drafts: bool = True
+    scenario: Scenario, num_outcomes: int, num_tokens: int, drafts: bool = True
 ) -> list[Step]:
-    """The steps from the first to the last that held all sequences, of three processes that were
-    at work for `seconds`.
-    """
+    """The steps of three processes, until one of the sequences has so many tokens."""
     with tempfile.TemporaryDirectory() as folder:
         model, record = Path(folder), Path(folder) / "steps.json"
         write_model(model)
@@ -82,20 +88,18 @@ def run_real(
             with process("router", router_flags) as router:
                 address = announced(router, event="serving")["address"]
                 with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-                    runner.run(_generate(address, scenario.batch, seconds))
+                    runner.run(_generate(address, scenario.batch, num_tokens))
         steps = [Step(*fields) for fields in json.loads(record.read_text())]
-    full = [i for i, step in enumerate(steps) if step.num_sequences == scenario.batch] or [
-        0,
-        len(steps) - 1,
-    ]
-    return steps[full[0] : full[-1] + 1]
+    return steps[:-LAST_STEPS]
 
 
-async def _generate(address: str, batch: int, seconds: float) -> None:
+async def _generate(address: str, batch: int, num_tokens: int) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        tasks = [asyncio.create_task(_read(stub, sequence)) for sequence in range(batch)]
-        done, going = await asyncio.wait(tasks, timeout=seconds)
+        tasks = [asyncio.create_task(_read(stub, i, num_tokens)) for i in range(batch)]
+        done, going = await asyncio.wait(
+            tasks, timeout=MOST_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
         for task in going:
             task.cancel()
         await asyncio.gather(*going, return_exceptions=True)
@@ -103,32 +107,40 @@ async def _generate(address: str, batch: int, seconds: float) -> None:
             task.result()
 
 
-async def _read(stub: Any, sequence: int) -> None:
+async def _read(stub: Any, sequence: int, num_tokens: int) -> None:
     request = generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=[0]),
-        max_tokens=MAX_CONTEXT - 128,
+        max_tokens=num_tokens,
         sampling=types_pb2.SamplingParams(seed=sequence),
     )
     async for _ in stub.Generate(request):
         pass
 
 
-def tally_of(steps: Sequence[Step]) -> Tally:
-    """As the simulation tallies: the first quarter is not counted."""
+def tally_of(steps: Sequence[Step]) -> tuple[Tally, int]:
+    """As the simulation tallies, the first quarter not counted; and how many steps were left out
+    because the machine stalled: their interval is more than STALL medians of their kind.
+    """
     tally, warm = Tally(), len(steps) // 4
-    for step, later in list(itertools.pairwise(steps))[warm:]:
-        tally.add(later.begun - step.begun, step.seconds, 0.0)
+    pairs = [(step, later.begun - step.begun) for step, later in itertools.pairwise(steps)][warm:]
+    median = {
+        wished: statistics.median(t for step, t in pairs if bool(step.wished) == wished)
+        for wished in {bool(step.wished) for step, _ in pairs}
+    }
+    steady = [(s, t) for s, t in pairs if t <= STALL * median[bool(s.wished)]]
+    for step, interval in steady:
+        tally.add(interval, step.seconds, 0.0)
         tally.tokens += step.tokens
         tally.rounds += step.num_sequences
         tally.nodes += step.nodes
         tally.wished += step.wished
         tally.hits += step.num_begun
-    return tally
+    return tally, len(pairs) - len(steady)
 
 
 def probe(scenario: Scenario) -> tuple[float, float]:
     """Seconds that router, hosts and wires take of a round without a tree and of one with one."""
-    steps = run_real(scenario, 0, PROBE_SECONDS)
+    steps = run_real(scenario, 0, PROBE_TOKENS)
     waits: tuple[list[float], list[float]] = ([], [])
     for step, later in itertools.pairwise(steps):
         waits[bool(step.wished)].append(later.begun - step.begun - step.seconds)
@@ -151,26 +163,27 @@ def figures(tally: Tally) -> dict[str, float]:
         "nodes": round(tally.nodes / tally.rounds, 2),
         "rounds_with_tree": round(tally.wished / tally.rounds, 3),
         "hit_rate": round(tally.hits / tally.rounds, 3),
+        "sequences_per_step": round(tally.rounds / len(tally.intervals), 2),
     }
 
 
-def compare(scenario: Scenario, num_outcomes: int, seconds: float) -> dict[str, Any]:
+def compare(scenario: Scenario, num_outcomes: int, num_tokens: int) -> dict[str, Any]:
     """One batch, real and simulated with as many steps."""
-    steps = run_real(scenario, num_outcomes, seconds)
-    alike = replace(scenario, num_steps=len(steps))
+    steps = run_real(scenario, num_outcomes, num_tokens)
+    gap = OPEN_GAP if scenario.batch > 1 else 0.0
+    alike = replace(scenario, num_steps=len(steps), open_gap=gap)
     stated = replace(alike, root_turn=0.0, tree_turn=0.0)
-    real = figures(tally_of(steps))
+    tally, num_stalls = tally_of(steps)
+    real = figures(tally)
     simulated = figures(simulate(alike, num_outcomes))
     return {
         "batch": scenario.batch,
         "steps": len(steps),
+        "stalls": num_stalls,
         "real": real,
         "simulated": simulated,
         "stated": figures(simulate(stated, num_outcomes)),
-        "simulated_over_real": {
-            name: round(simulated[name] / real[name], 3)
-            for name in ("tokens_per_s", "step_over_verify_mean", "acceptance_length")
-        },
+        "simulated_over_real": {name: round(simulated[name] / real[name], 3) for name in COMPARED},
     }
 
 
@@ -186,12 +199,16 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     cells = []
     for batch in map(int, args.batch):
         here = replace(scenario, batch=batch, root_turn=root_turn, tree_turn=tree_turn)
-        each = compare(here, args.outcomes, args.seconds)
+        each = compare(here, args.outcomes, args.tokens)
         cells.append(each)
         for name in ("real", "simulated", "stated"):
             values = "  ".join(f"{key} {value}" for key, value in each[name].items())
             print(f"batch {batch} {name:>9}: {values}", flush=True)
-        print(f"batch {batch}, simulated over real: {each['simulated_over_real']}", flush=True)
+        print(
+            f"batch {batch}, simulated over real ({each['stalls']} stalls left out):"
+            f" {each['simulated_over_real']}",
+            flush=True,
+        )
     return {
         "benchmark": "overlap_real",
         "costs": asdict(scenario.costs),
@@ -219,7 +236,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--outcomes", type=int, default=0, help="draft ahead; 0: not")
     parser.add_argument("--batch", type=numbers, default=[1, 2, 4])
     parser.add_argument("--chances", type=numbers, default=[0.8, 0.78, 0.76, 0.74, 0.72, 0.7])
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each batch [%(default)s]")
+    parser.add_argument("--tokens", type=int, default=400, help="of a sequence [%(default)s]")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
