@@ -5,9 +5,9 @@
 Real: router, verify and draft as three processes over gRPC, `overlap_services` for the two with a
 device, which sleeps for the stated times. Simulated: `overlap_sync`, or with `--outcomes`
 `overlap_built`, with the same costs, text and head. What the simulation cannot know, the time of
-router, hosts and wires in a round, is measured first, on other costs and a batch of one (*probe*),
-and given to it; `stated` is without it. Compared are tokens per second, steps' begins over their
-verify time, and tokens a round; the ratio is simulated over real. The last line is JSON.
+router, hosts and wires in a round, is measured in the first quarter of the real run and given to
+it; compared are the other three quarters. `stated` is without it. The ratio is simulated over real.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from canopy.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from common.entry import run_program
 from common.process import event_loop_factory
 
-PROBE_TOKENS = 150
 MOST_SECONDS = 300.0  # of one run
 OPEN_GAP = 1e-3  # in the simulation, between the first Open and the others; really, any
 COMPARED = (
@@ -138,14 +137,17 @@ def tally_of(steps: Sequence[Step]) -> tuple[Tally, int]:
     return tally, len(pairs) - len(steady)
 
 
-def probe(scenario: Scenario) -> tuple[float, float]:
-    """Seconds that router, hosts and wires take of a round without a tree and of one with one."""
-    steps = run_real(scenario, 0, PROBE_TOKENS)
-    waits: tuple[list[float], list[float]] = ([], [])
-    for step, later in itertools.pairwise(steps):
+def turns_of(scenario: Scenario, steps: Sequence[Step]) -> tuple[float, float]:
+    """Seconds that router, hosts and wires take of a round without a tree, which passes the router
+    once, and of one with a tree, which passes it twice. Medians of the first quarter.
+    """
+    waits: dict[bool, list[float]] = {False: [], True: []}
+    for step, later in itertools.pairwise(steps[: len(steps) // 4]):
         waits[bool(step.wished)].append(later.begun - step.begun - step.seconds)
-    draft = scenario.depth * scenario.costs.draft
-    return statistics.median(waits[0]), statistics.median(waits[1]) - draft - scenario.rtt
+    stated = scenario.depth * scenario.costs.draft + scenario.rtt
+    tree_turn = max(0.0, statistics.median(waits[True]) - stated)
+    roots = waits[False][scenario.batch :]  # prompts come apart
+    return statistics.median(roots) if roots else tree_turn / 2, tree_turn
 
 
 def simulate(scenario: Scenario, num_outcomes: int) -> Tally:
@@ -171,8 +173,9 @@ def compare(scenario: Scenario, num_outcomes: int, num_tokens: int) -> dict[str,
     """One batch, real and simulated with as many steps."""
     steps = run_real(scenario, num_outcomes, num_tokens)
     gap = OPEN_GAP if scenario.batch > 1 else 0.0
-    alike = replace(scenario, num_steps=len(steps), open_gap=gap)
-    stated = replace(alike, root_turn=0.0, tree_turn=0.0)
+    stated = replace(scenario, num_steps=len(steps), open_gap=gap)
+    root_turn, tree_turn = turns_of(scenario, steps)
+    alike = replace(stated, root_turn=root_turn, tree_turn=tree_turn)
     tally, num_stalls = tally_of(steps)
     real = figures(tally)
     simulated = figures(simulate(alike, num_outcomes))
@@ -180,6 +183,8 @@ def compare(scenario: Scenario, num_outcomes: int, num_tokens: int) -> dict[str,
         "batch": scenario.batch,
         "steps": len(steps),
         "stalls": num_stalls,
+        "root_turn_ms": round(root_turn * 1e3, 2),
+        "tree_turn_ms": round(tree_turn * 1e3, 2),
         "real": real,
         "simulated": simulated,
         "stated": figures(simulate(stated, num_outcomes)),
@@ -194,18 +199,16 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         batch=1, depth=args.depth, max_nodes=args.max_nodes, num_steps=0, seed=args.seed,
         rtt=args.rtt_ms * 1e-3,
     )  # fmt: skip
-    root_turn, tree_turn = probe(replace(scenario, costs=plain(15, 2, 240), rtt=0.0))
-    print(f"probe: {root_turn * 1e3:.2f} ms of a round alone, {tree_turn * 1e3:.2f} ms with a tree")
     cells = []
     for batch in map(int, args.batch):
-        here = replace(scenario, batch=batch, root_turn=root_turn, tree_turn=tree_turn)
-        each = compare(here, args.outcomes, args.tokens)
+        each = compare(replace(scenario, batch=batch), args.outcomes, args.tokens)
         cells.append(each)
         for name in ("real", "simulated", "stated"):
             values = "  ".join(f"{key} {value}" for key, value in each[name].items())
             print(f"batch {batch} {name:>9}: {values}", flush=True)
         print(
-            f"batch {batch}, simulated over real ({each['stalls']} stalls left out):"
+            f"batch {batch}, simulated over real ({each['stalls']} stalls left out, turns of"
+            f" {each['root_turn_ms']} and {each['tree_turn_ms']} ms):"
             f" {each['simulated_over_real']}",
             flush=True,
         )
@@ -216,9 +219,6 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "max_nodes": args.max_nodes,
         "rtt_ms": args.rtt_ms,
         "outcomes": args.outcomes,
-        "probe_ms": {
-            "root_turn": round(root_turn * 1e3, 3), "tree_turn": round(tree_turn * 1e3, 3),
-        },
         "cells": cells,
     }  # fmt: skip
 
