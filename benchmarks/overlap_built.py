@@ -4,7 +4,7 @@ As `overlap_sync`, and beside it: once a round's tree is out, and whenever verif
 by itself, the draft grows trees for the likeliest outcomes of that round, all sequences in one
 dispatch, when nobody waits for a tree; they reach verify half a round trip later as a Foresee. The
 outcomes' tokens are read first, a pass of the head each: a tree ahead takes as many more passes as
-the longest of its outcomes has tokens. A miss goes the synchronous way. That the
+the longest of its outcomes has tokens, and every tree one level more than is sent of it. A miss goes the synchronous way. That the
 router sends trees itself which come too late for verify is left out.
 """
 
@@ -34,6 +34,7 @@ class Wish:
 class BuiltRun(SyncRun):
     def __init__(self, scenario: Scenario, num_outcomes: int) -> None:
         super().__init__(scenario, budget=True)
+        self._levels = scenario.depth + 1  # one more than is sent: the outcomes
         self._num_outcomes = num_outcomes
         self._wishes: dict[int, Wish] = {}
         self._num_begun: list[int] = []
@@ -77,7 +78,7 @@ class BuiltRun(SyncRun):
         longest = max((len(tokens) for _, trees in grown.values() for tokens in trees), default=0)
         costs = self._s.costs
         seconds = (1 + longest) * costs.draft_seconds(num_trees)
-        seconds += (self._s.depth - 1) * costs.draft_seconds(WIDTH * num_trees)
+        seconds += (self._levels - 1) * costs.draft_seconds(WIDTH * num_trees)
         self._at(now + seconds, lambda end: self._grown(grown, end))
 
     def _grown(self, wishes: dict[int, tuple[Wish, Trees]], now: float) -> None:

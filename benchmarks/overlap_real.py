@@ -5,8 +5,8 @@
 Real: router, verify and draft as three processes over gRPC, `overlap_services` for the two with a
 device, which sleeps for the stated times. Simulated: `overlap_sync`, or with `--outcomes`
 `overlap_built`, with the same costs, text and head. What the simulation cannot know, the time of
-router, hosts and wires in a round, is measured in the first quarter of the real run and given to
-it; compared are the other three quarters. `stated` is without it. The ratio is simulated over real.
+router, hosts and wires in a round, is measured in the first rounds of the real run and given to
+it; compared are its last three quarters. `stated` is without it. The ratio is simulated over real.
 The last line is JSON.
 """
 
@@ -36,6 +36,7 @@ from benchmarks.router_overhead import announced, process, write_model
 from benchmarks.serving import print_report
 from canopy.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from common.entry import run_program
+from common.errors import StartupError
 from common.process import event_loop_factory
 
 MOST_SECONDS = 300.0  # of one run
@@ -44,6 +45,7 @@ COMPARED = (
     "tokens_per_s", "step_over_verify_p50", "step_over_verify_mean", "acceptance_length",
     "sequences_per_step",
 )  # fmt: skip
+MEASURED = 20  # rounds of either kind, for the turns
 LAST_STEPS = 4  # of a run, that are not counted: clients go
 STALL = 1.5  # an interval of more medians is none of the services' doing
 
@@ -137,16 +139,22 @@ def tally_of(steps: Sequence[Step]) -> tuple[Tally, int]:
     return tally, len(pairs) - len(steady)
 
 
-def turns_of(scenario: Scenario, steps: Sequence[Step]) -> tuple[float, float]:
+def turns_of(scenario: Scenario, num_outcomes: int, steps: Sequence[Step]) -> tuple[float, float]:
     """Seconds that router, hosts and wires take of a round without a tree, which passes the router
-    once, and of one with a tree, which passes it twice. Medians of the first quarter.
+    once, and of one with a tree, which passes it twice: medians of the first between two steps that
+    both hold all sequences, so that nobody's turn is hidden behind another's step.
     """
     waits: dict[bool, list[float]] = {False: [], True: []}
-    for step, later in itertools.pairwise(steps[: len(steps) // 4]):
-        waits[bool(step.wished)].append(later.begun - step.begun - step.seconds)
-    stated = scenario.depth * scenario.costs.draft + scenario.rtt
+    for step, later in itertools.pairwise(steps):
+        taken = waits[bool(step.wished)]
+        if step.num_sequences == later.num_sequences == scenario.batch and len(taken) < MEASURED:
+            taken.append(later.begun - step.begun - step.seconds)
+    if not waits[True]:
+        raise StartupError("tokens: too few for a round of all sequences with a tree; ask for more")
+    levels = scenario.depth + (num_outcomes > 0)
+    stated = levels * scenario.costs.draft + scenario.rtt
     tree_turn = max(0.0, statistics.median(waits[True]) - stated)
-    roots = waits[False][scenario.batch :]  # prompts come apart
+    roots = waits[False]
     return statistics.median(roots) if roots else tree_turn / 2, tree_turn
 
 
@@ -174,7 +182,7 @@ def compare(scenario: Scenario, num_outcomes: int, num_tokens: int) -> dict[str,
     steps = run_real(scenario, num_outcomes, num_tokens)
     gap = OPEN_GAP if scenario.batch > 1 else 0.0
     stated = replace(scenario, num_steps=len(steps), open_gap=gap)
-    root_turn, tree_turn = turns_of(scenario, steps)
+    root_turn, tree_turn = turns_of(scenario, num_outcomes, steps)
     alike = replace(stated, root_turn=root_turn, tree_turn=tree_turn)
     tally, num_stalls = tally_of(steps)
     real = figures(tally)

@@ -122,6 +122,7 @@ class SimulatedDevice:
 class SyncRun:
     def __init__(self, scenario: Scenario, *, budget: bool) -> None:
         self._s = scenario
+        self._levels = scenario.depth  # that a tree takes
         limits = VerifyLimits(
             vocab_size=WIDTH + 1, max_context_len=MAX_CONTEXT, max_tree_nodes=128,
             max_tree_depth=16, max_sequences=scenario.batch, max_waiting_sequences=0,
@@ -225,7 +226,7 @@ class SyncRun:
         self._draft_busy = True
         taken, self._drafts = self._drafts, []
         each = self._s.costs.draft_seconds(WIDTH * len(taken))
-        self._at(now + self._s.depth * each, lambda end: self._drafted(taken, end))
+        self._at(now + self._levels * each, lambda end: self._drafted(taken, end))
 
     def _drafted(self, taken: list[tuple[int, events.RoundResult]], now: float) -> None:
         self._draft_busy = False
