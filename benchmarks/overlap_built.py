@@ -4,8 +4,9 @@ As `overlap_sync`, and beside it: once a round's tree is out, and whenever verif
 by itself, the draft grows trees for the likeliest outcomes of that round, all sequences in one
 dispatch, when nobody waits for a tree; they reach verify half a round trip later as a Foresee. The
 outcomes' tokens are read first, a pass of the head each: a tree ahead takes as many more passes as
-the longest of its outcomes has tokens, and every tree one level more than is sent of it. A miss goes the synchronous way. That the
-router sends trees itself which come too late for verify is left out.
+the longest of its outcomes has tokens, and every tree one level more than is sent of it. A miss
+goes the synchronous way. That the router sends trees itself which come too late for verify is left
+out.
 """
 
 from __future__ import annotations
