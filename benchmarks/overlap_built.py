@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.overlap_sync import STREAM, Scenario, SyncRun, Tally
-from benchmarks.overlap_text import WIDTH, grow, likeliest_outcomes
+from benchmarks.overlap_text import WIDTH
 from common.types import DraftTree
 from verify_service import commands, events
 
@@ -30,6 +30,7 @@ class Wish:
 
     round: int
     root: int
+    stem: int  # that the tree there was grown on; 0: on true features
 
 
 class BuiltRun(SyncRun):
@@ -44,7 +45,7 @@ class BuiltRun(SyncRun):
         begun = [(i, result) for i, result in results if result.next_begun]
         self._num_begun.append(len(begun))
         for index, result in results:
-            self._device.is_ahead[index] = result.next_begun
+            self._device.stems[index] = len(result.tokens) if result.next_begun else 0
         super()._after([(i, result) for i, result in results if not result.next_begun], now)
         if begun:
             self._at(now + self._way(), lambda later: self._go_on(begun, later))
@@ -57,7 +58,8 @@ class BuiltRun(SyncRun):
         """For the outcomes of the rounds behind these results."""
         for index, result in rounds:
             root = result.kv_len + len(result.tokens)
-            self._wishes[index] = Wish(result.round + 2, root)
+            stem = len(result.tokens) if result.next_begun else 0
+            self._wishes[index] = Wish(result.round + 2, root, stem)
 
     def _to_draft(self, results: Results, now: float) -> None:
         for index, _ in results:
@@ -100,16 +102,13 @@ class BuiltRun(SyncRun):
 
     def _trees(self, index: int, wish: Wish) -> Trees:
         s, text = self._s, self._texts[index]
-        levels = text.levels(wish.root, s.depth + 1)
-        outcomes = likeliest_outcomes(
-            s.head, levels, s.max_nodes, s.depth, self._num_outcomes, s.max_nodes
+        outcomes = text.outcomes(
+            wish.root, s.depth, s.max_nodes, self._num_outcomes, size=s.max_nodes, stem=wish.stem
         )
         trees = {}
         for tokens in outcomes:
-            below = text.levels(wish.root + len(tokens), s.depth)
-            grown = grow(s.head, below, s.max_nodes).tree
-            root = np.array(tokens[-1:], np.int32)
-            nodes = np.concatenate([root, grown.tokens[1:]])
+            grown = text.tree(wish.root + len(tokens), s.depth, s.max_nodes, len(tokens))
+            nodes = np.concatenate([np.array(tokens[-1:], np.int32), grown.tokens[1:]])
             trees[tokens] = DraftTree(nodes, grown.parents, grown.scores)
         return trees
 

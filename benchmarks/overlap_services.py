@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.overlap_costs import Costs
 from benchmarks.overlap_sync import MAX_CONTEXT, Scenario, SimulatedDevice
-from benchmarks.overlap_text import WIDTH, Head, Text, grow
+from benchmarks.overlap_text import WIDTH, Head
 from common.entry import run_program
 from common.metrics import Metrics
 from common.server import Health, run_service
@@ -79,9 +79,7 @@ class SleepingTarget:
 
     def __init__(self, scenario: Scenario) -> None:
         self._costs = scenario.costs
-        self._device = SimulatedDevice(
-            scenario.head, [Text(i, scenario.seed) for i in range(scenario.batch)]
-        )
+        self._device = SimulatedDevice([scenario.text(i) for i in range(scenario.batch)])
         self.steps: list[list[float]] = []
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
@@ -111,7 +109,7 @@ class SleepingHead:
 
     def __init__(self, scenario: Scenario, grown: TreeShape) -> None:
         self._s, self._grown = scenario, grown
-        self._texts = [Text(i, scenario.seed) for i in range(scenario.batch)]
+        self._texts = [scenario.text(i) for i in range(scenario.batch)]
 
     def run(self, works: Sequence[draft_step.SequenceWork]) -> list[draft_step.SequenceOutcome]:
         begun, costs = time.perf_counter(), self._s.costs
@@ -128,8 +126,9 @@ class SleepingHead:
     def _tree(self, work: draft_step.SequenceWork) -> DraftTree:
         sequence, position = (int(value) for value in work.features[-1])
         root = position + 1 + int(work.guessed.size)
-        levels = self._texts[sequence].levels(root, self._grown.max_depth)
-        tree = grow(self._s.head, levels, self._grown.max_nodes).tree
+        stem = int(work.guessed.size)
+        shape = self._grown
+        tree = self._texts[sequence].tree(root, shape.max_depth, shape.max_nodes, stem)
         token = work.guessed[-1:] if work.guessed.size else work.tokens[-1:]
         return DraftTree(np.concatenate([token, tree.tokens[1:]]), tree.parents, tree.scores)
 
