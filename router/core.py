@@ -47,6 +47,8 @@ from router.tenants import Tenants
 from router.tokenizer import ModelTokenizer
 from router.verify_link import VerifyLink
 
+MIN_TIMER_SECONDS = 0.01
+
 _NO_LIMIT = 1 << 31
 _FULL = (ErrorCode.OVERLOADED, ErrorCode.NOT_SERVING)
 """Why a replica would not take a sequence that another may."""
@@ -80,6 +82,7 @@ class RouterCore:
         self._asked_at = clock()
         self._on_change = on_change
         self._lost_at: dict[VerifyLink, float] = {}  # verify links that are down
+        self._fail_over_timer: asyncio.TimerHandle | None = None
         self._spans = RequestSpans(tracing)
         self.fleet = Fleet(config, tokenizer, self, resolve)
         self._placement = Placement(self.fleet, self._sessions, config.affinity_weight)
@@ -96,6 +99,8 @@ class RouterCore:
 
     async def stop(self) -> None:
         """Ends what still runs, and tells both services so."""
+        if self._fail_over_timer is not None:
+            self._fail_over_timer.cancel()
         for session in list(self._sessions.values()):
             session.fail(_unavailable("the router is stopping; send the request again"))
         await self._flush()
@@ -373,23 +378,31 @@ class RouterCore:
         for session in list(self._sessions.values()):
             if session.seat.verify is link:
                 session.on_verify_down()
+        self._fail_over_in(self._config.fail_over_seconds)
+
+    def _fail_over_in(self, seconds: float) -> None:
+        if self._fail_over_timer is not None:
+            self._fail_over_timer.cancel()
         loop = asyncio.get_running_loop()
-        loop.call_later(self._config.fail_over_seconds, self._fail_over)
+        self._fail_over_timer = loop.call_later(seconds, self._fail_over)
 
     def _fail_over(self) -> None:
         """Moves what waits for a replica that has been away for long enough."""
         now, patience = self._clock(), self._config.fail_over_seconds
         gone = {link for link, lost_at in self._lost_at.items() if now - lost_at >= patience}
-        if not gone:
-            return
+        early = [lost_at + patience - now for link, lost_at in self._lost_at.items()
+                 if link not in gone]  # fmt: skip
+        if early:  # lost since; or a timer of a busy loop came before its time
+            self._fail_over_in(max(min(early), MIN_TIMER_SECONDS))
         for link in gone:
             self._placement.forget(link)
         for session in list(self._sessions.values()):
             if session.seat.verify not in gone:
                 continue
             other = self._place_again(session)
-            if other is None:
-                return  # called again when one comes
+            if other is None:  # one may come up, or be ready again
+                self._fail_over_in(max(patience, MIN_TIMER_SECONDS))
+                return
             session.move_verify(other, lost=True)
         for link in gone.difference(self.fleet.verifies):
             del self._lost_at[link]  # let go of, and nobody's any more

@@ -97,6 +97,23 @@ async def test_lost_verify_is_taken_over_by_the_other(model: Path) -> None:
         assert not verify_toy(verifies[0]).sequences
 
 
+async def test_a_timer_that_comes_too_early_is_set_again(model: Path) -> None:
+    """Event loops count from the beginning of a turn: behind a long one, timers come early."""
+    async with fleet(model) as (world, verifies, _):
+        core, clock = world.service.core, time.monotonic
+
+        def late() -> float:
+            return clock() - (0.05 if core._lost_at else 0.0)
+
+        core._clock = late
+        running = ask(world, 300)
+        await asyncio.sleep(0.2)
+        await verifies[0].stop()
+        verify_toy(verifies[0]).crash()
+        await until(lambda: len(verify_toy(verifies[1]).sequences) == 6, 1.5)
+        await check_all(running, 300)
+
+
 async def test_verify_that_is_back_at_once_keeps_its_sequences(model: Path) -> None:
     async with fleet(model, fail_over_seconds=3.0) as (world, verifies, _):
         running = ask(world, 200)
