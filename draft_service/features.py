@@ -61,7 +61,8 @@ class FeatureStore:
     def fed(self, until: int) -> None:
         """Notes that the rows below `until` are in the KV; forgets all but the recent of them."""
         until = max(self.next, until)
-        self._num_waiting -= until - self.next
+        # Rows that the prefix cache held never came here.
+        self._num_waiting -= sum(p in self._rows for p in range(self.next, until))
         oldest_before, self.next = self._oldest_recent, until
         for p in range(oldest_before, self._oldest_recent):
             self._rows.pop(p, None)

@@ -209,3 +209,14 @@ def test_credit_stops_when_rows_fill_the_memory_and_returns_with_room() -> None:
 def test_tree_that_cannot_be_grown_is_refused_at_start() -> None:
     with pytest.raises(ValueError, match="max_nodes: 16 is beyond the 5 nodes"):
         DraftConfig(head="h", max_depth=4, top_k=1, max_nodes=16)  # type: ignore[arg-type]
+
+
+def test_rows_that_never_came_do_not_count_as_fed() -> None:
+    """As when the prefix cache held them."""
+    store = FeatureStore(0, 4)
+    store.fed(32)
+    assert store.num_waiting_bytes == 0
+    store.put(32, np.zeros((2, 3), np.float32))
+    assert store.num_waiting_bytes == 24
+    store.fed(34)
+    assert store.num_waiting_bytes == 0
