@@ -49,6 +49,11 @@ class DraftConfig(DeviceConfig):
     max_nodes: int = Field(
         _TREE.max_nodes, ge=2, le=128, description="Nodes of a tree, root included."
     )
+    levels: Literal["auto", "all"] = Field(
+        "auto",
+        description="Levels of a tree that are grown; auto: while the chance of reaching the next"
+        " one is worth its time, as measured; all: max_depth.",
+    )
     attention_window_tokens: int = Field(
         0,
         ge=0,
