@@ -23,15 +23,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from benchmarks.overlap_ahead import run_ahead
 from benchmarks.overlap_built import run_built
 from benchmarks.overlap_costs import PRESETS, Costs, plain
+from benchmarks.overlap_recorded import Recording
 from benchmarks.overlap_sync import Scenario, SyncRun, Tally
 from benchmarks.overlap_text import Head
 from benchmarks.serving import print_report
 from common.entry import run_program
+from common.errors import StartupError
 
 
 def numbers(text: str) -> list[float]:
@@ -54,6 +57,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--chances", type=numbers, default=[0.8, 0.78, 0.76, 0.74, 0.72, 0.7],
         help="per depth, that the truth is a candidate [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recorded", type=Path, metavar="FILE",
+        help="text and proposals of overlap_record, instead of made-up chances",
     )  # fmt: skip
     parser.add_argument(
         "--surety", type=float, default=1.15, help="the head's belief over truth [%(default)s]"
@@ -156,6 +163,9 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         else plain(args.verify_ms, args.draft_ms, args.knee_rows)
     )
     head = Head(tuple(args.chances), args.surety, args.own_states)
+    recorded = None if args.recorded is None else Recording.load(args.recorded)
+    if recorded is not None and args.depth > recorded.depth:
+        raise StartupError(f"depth: {args.depth}; {args.recorded} has trees of {recorded.depth}")
     print_heading()
     cells = []
     for batch in map(int, args.batch):
@@ -163,7 +173,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
             scenario = Scenario(
                 costs=costs, head=head, batch=batch, depth=args.depth, max_nodes=args.max_nodes,
                 num_steps=max(args.least_steps, args.rounds // batch), seed=args.seed,
-                rtt=rtt * 1e-3, jitter=args.jitter_ms * 1e-3,
+                rtt=rtt * 1e-3, jitter=args.jitter_ms * 1e-3, recorded=recorded,
             )  # fmt: skip
             cells.append(cell(scenario, args.outcomes))
             print_cell(cells[-1])
@@ -171,7 +181,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "overlap",
         "simulated": True,
         "costs": asdict(costs),
-        "head": asdict(head),
+        "head": asdict(head) if recorded is None else None,
+        "recorded": None if recorded is None else recorded.facts(),
         "depth": args.depth,
         "max_nodes": args.max_nodes,
         "jitter_ms": args.jitter_ms,

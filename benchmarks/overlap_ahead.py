@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.overlap_sync import Scenario, Tally
-from benchmarks.overlap_text import WIDTH, Text, grow, likeliest_outcomes
+from benchmarks.overlap_text import WIDTH, SimulatedText
 from common.types import DraftTree
 from verify_service.budget import TreeBudget
 from verify_service.sequences import PendingRound
@@ -31,10 +31,10 @@ MAX_OUTCOMES = 32
 
 @dataclass(slots=True)
 class _Sequence:
-    text: Text
+    text: SimulatedText
     position: int = 0
     depth: int = 0  # of the tree that it has; 0: its root alone
-    is_ahead: bool = False  # the tree was grown on the head's own states
+    stem: int = 0  # tokens that the tree was grown on with the head's own states
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class AheadRun:
         self._budget = TreeBudget(scenario.costs.curve(), scenario.depth)
         self._random = np.random.default_rng(scenario.seed)
         self._gap = 0.0  # that the device waited behind the last step
-        self._sequences = [_Sequence(Text(i, scenario.seed)) for i in range(scenario.batch)]
+        self._sequences = [_Sequence(scenario.text(i)) for i in range(scenario.batch)]
 
     def run(self) -> Tally:
         tally, warm = Tally(), self._s.num_steps // 4
@@ -114,7 +114,7 @@ class AheadRun:
         if any(sequence.depth for sequence in self._sequences):
             return 0.0
         for sequence in self._sequences:
-            sequence.depth, sequence.is_ahead = self._s.depth, False
+            sequence.depth, sequence.stem = self._s.depth, 0
         dispatch = self._s.costs.draft_seconds(self._s.batch * WIDTH)
         jitter = self._s.jitter * float(self._random.random())
         return self._s.rtt + jitter + self._s.depth * dispatch
@@ -122,19 +122,21 @@ class AheadRun:
     def _round(self, sequence: _Sequence) -> PendingRound:
         if not sequence.depth:
             return PendingRound.of(0, DraftTree.root_only(0), 0, 0.0)
-        levels = sequence.text.levels(sequence.position, sequence.depth)
-        return PendingRound.of(0, grow(self._s.head, levels, self._s.max_nodes).tree, 64, 0.0)
+        tree = sequence.text.tree(
+            sequence.position, sequence.depth, self._s.max_nodes, sequence.stem
+        )
+        return PendingRound.of(0, tree, 64, 0.0)
 
     def _advance(
         self, sequence: _Sequence, cut: PendingRound, *, in_time: bool, tally: Tally
     ) -> tuple[np.ndarray, bool]:
         """Walks, moves on, and says which nodes were accepted and whether a tree is there."""
-        head, text = self._s.head, sequence.text
+        text = sequence.text
         tokens, parents = cut.tree.tokens.tolist(), cut.tree.parents.tolist()
         children = {(p, t): i for i, (p, t) in enumerate(zip(parents, tokens, strict=True)) if i}
         node, nodes, ranks = 0, list[int](), list[int]()
         while True:
-            pick = text.truth(head, sequence.position, len(ranks) + 1, ahead=sequence.is_ahead)
+            pick = text.token(sequence.position, len(ranks) + 1, sequence.stem)
             ranks.append(pick)
             if (node, pick) not in children:
                 break
@@ -144,14 +146,13 @@ class AheadRun:
         tally.rounds += 1
         tally.nodes += cut.tree.num_nodes
         foreseen = False
-        if self._plan.depth and in_time and ranks[-1] < WIDTH:
-            depth = sequence.depth
-            outcomes = likeliest_outcomes(
-                head, text.levels(sequence.position, depth + 1), cut.tree.num_nodes, depth,
-                self._plan.num_outcomes, self._s.max_nodes,
+        if self._plan.depth and in_time:
+            outcomes = text.outcomes(
+                sequence.position, sequence.depth, cut.tree.num_nodes, self._plan.num_outcomes,
+                size=self._s.max_nodes, stem=sequence.stem,
             )  # fmt: skip
             foreseen = tuple(ranks) in outcomes
         sequence.position += len(ranks)
         sequence.depth = self._plan.depth if foreseen else 0
-        sequence.is_ahead = foreseen
+        sequence.stem = len(ranks) if foreseen else 0
         return np.array(nodes, np.int32), foreseen

@@ -4,8 +4,9 @@ As `overlap_sync`, and beside it: once a round's tree is out, and whenever verif
 by itself, the draft grows trees for the likeliest outcomes of that round, all sequences in one
 dispatch, when nobody waits for a tree; they reach verify half a round trip later as a Foresee. The
 outcomes' tokens are read first, a pass of the head each: a tree ahead takes as many more passes as
-the longest of its outcomes has tokens. A miss goes the synchronous way. That the
-router sends trees itself which come too late for verify is left out.
+the longest of its outcomes has tokens, and every tree one level more than is sent of it. A miss
+goes the synchronous way. That the router sends trees itself which come too late for verify is left
+out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.overlap_sync import STREAM, Scenario, SyncRun, Tally
-from benchmarks.overlap_text import WIDTH, grow, likeliest_outcomes
+from benchmarks.overlap_text import WIDTH
 from common.types import DraftTree
 from verify_service import commands, events
 
@@ -29,11 +30,13 @@ class Wish:
 
     round: int
     root: int
+    stem: int  # that the tree there was grown on; 0: on true features
 
 
 class BuiltRun(SyncRun):
     def __init__(self, scenario: Scenario, num_outcomes: int) -> None:
         super().__init__(scenario, budget=True)
+        self._levels = scenario.depth + 1  # one more than is sent: the outcomes
         self._num_outcomes = num_outcomes
         self._wishes: dict[int, Wish] = {}
         self._num_begun: list[int] = []
@@ -42,7 +45,7 @@ class BuiltRun(SyncRun):
         begun = [(i, result) for i, result in results if result.next_begun]
         self._num_begun.append(len(begun))
         for index, result in results:
-            self._device.is_ahead[index] = result.next_begun
+            self._device.stems[index] = len(result.tokens) if result.next_begun else 0
         super()._after([(i, result) for i, result in results if not result.next_begun], now)
         if begun:
             self._at(now + self._way(), lambda later: self._go_on(begun, later))
@@ -55,7 +58,8 @@ class BuiltRun(SyncRun):
         """For the outcomes of the rounds behind these results."""
         for index, result in rounds:
             root = result.kv_len + len(result.tokens)
-            self._wishes[index] = Wish(result.round + 2, root)
+            stem = len(result.tokens) if result.next_begun else 0
+            self._wishes[index] = Wish(result.round + 2, root, stem)
 
     def _to_draft(self, results: Results, now: float) -> None:
         for index, _ in results:
@@ -77,7 +81,7 @@ class BuiltRun(SyncRun):
         longest = max((len(tokens) for _, trees in grown.values() for tokens in trees), default=0)
         costs = self._s.costs
         seconds = (1 + longest) * costs.draft_seconds(num_trees)
-        seconds += (self._s.depth - 1) * costs.draft_seconds(WIDTH * num_trees)
+        seconds += (self._levels - 1) * costs.draft_seconds(WIDTH * num_trees)
         self._at(now + seconds, lambda end: self._grown(grown, end))
 
     def _grown(self, wishes: dict[int, tuple[Wish, Trees]], now: float) -> None:
@@ -98,16 +102,13 @@ class BuiltRun(SyncRun):
 
     def _trees(self, index: int, wish: Wish) -> Trees:
         s, text = self._s, self._texts[index]
-        levels = text.levels(wish.root, s.depth + 1)
-        outcomes = likeliest_outcomes(
-            s.head, levels, s.max_nodes, s.depth, self._num_outcomes, s.max_nodes
+        outcomes = text.outcomes(
+            wish.root, s.depth, s.max_nodes, self._num_outcomes, size=s.max_nodes, stem=wish.stem
         )
         trees = {}
         for tokens in outcomes:
-            below = text.levels(wish.root + len(tokens), s.depth)
-            grown = grow(s.head, below, s.max_nodes).tree
-            root = np.array(tokens[-1:], np.int32)
-            nodes = np.concatenate([root, grown.tokens[1:]])
+            grown = text.tree(wish.root + len(tokens), s.depth, s.max_nodes, len(tokens))
+            nodes = np.concatenate([np.array(tokens[-1:], np.int32), grown.tokens[1:]])
             trees[tokens] = DraftTree(nodes, grown.parents, grown.scores)
         return trees
 

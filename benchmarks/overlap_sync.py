@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.overlap_costs import Costs
-from benchmarks.overlap_text import WIDTH, Head, Text, grow
+from benchmarks.overlap_recorded import RecordedText, Recording
+from benchmarks.overlap_text import WIDTH, Head, MadeUpText, SimulatedText, Text
 from common.types import DraftTree, SamplingParams
 from verify_service import commands, events
 from verify_service.budget import TreeBudget
@@ -39,6 +40,15 @@ class Scenario:
     seed: int
     rtt: float  # seconds; verify → draft → verify
     jitter: float = 0.0  # seconds; each way adds up to half of it
+    root_turn: float = 0.0  # seconds that router and hosts take of a round without a tree
+    tree_turn: float = 0.0  # the same of one with a tree
+    open_gap: float = 0.0  # seconds from the first sequence's Open to the others'
+    recorded: Recording | None = None  # text and proposals, instead of made-up ones
+
+    def text(self, sequence: int) -> SimulatedText:
+        if self.recorded is not None:
+            return RecordedText(self.recorded, sequence)
+        return MadeUpText(self.head, Text(sequence, self.seed))
 
 
 @dataclass(slots=True)
@@ -77,13 +87,13 @@ class Tally:
 
 
 class SimulatedDevice:
-    """Picks what the text says; commits what the walk accepted. `is_ahead`, by sequence: its tree
-    was grown on the head's own states.
+    """Picks what the text says; commits what the walk accepted. `stems`, by sequence: tokens that
+    its tree was grown on with the head's own states.
     """
 
-    def __init__(self, head: Head, texts: Sequence[Text]) -> None:
-        self._head, self._texts = head, texts
-        self.is_ahead = [False] * len(texts)
+    def __init__(self, texts: Sequence[SimulatedText]) -> None:
+        self._texts = texts
+        self.stems = [0] * len(texts)
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
         return [self._run_one(work) for work in works]
@@ -96,10 +106,10 @@ class SimulatedDevice:
         }
         sequence = work.sampling.seed
         text, position = self._texts[sequence], work.kv_len + work.num_causal - 1
-        ahead = self.is_ahead[sequence]
+        stem = self.stems[sequence]
         row, rows, emitted = work.num_causal - 1, list[int](), list[int]()
         while True:
-            pick = text.truth(self._head, position, len(rows) + 1, ahead=ahead)
+            pick = text.token(position, len(rows) + 1, stem)
             emitted.append(pick)
             if (row, pick) not in children:
                 break
@@ -119,16 +129,17 @@ class SimulatedDevice:
 class SyncRun:
     def __init__(self, scenario: Scenario, *, budget: bool) -> None:
         self._s = scenario
+        self._levels = scenario.depth  # that a tree takes
+        self._texts = [scenario.text(i) for i in range(scenario.batch)]
         limits = VerifyLimits(
-            vocab_size=WIDTH + 1, max_context_len=MAX_CONTEXT, max_tree_nodes=128,
+            vocab_size=self._texts[0].vocab_size, max_context_len=MAX_CONTEXT, max_tree_nodes=128,
             max_tree_depth=16, max_sequences=scenario.batch, max_waiting_sequences=0,
             page_size=128, num_pages=scenario.batch * (MAX_CONTEXT // 128 + 1),
             max_step_tokens=1024, max_prefill_tokens=64,
         )  # fmt: skip
         trees = TreeBudget(scenario.costs.curve(), scenario.depth) if budget else None
         self._machine = VerifyMachine(limits, trees, DraftGate() if budget else None)
-        self._texts = [Text(i, scenario.seed) for i in range(scenario.batch)]
-        self._device = SimulatedDevice(scenario.head, self._texts)
+        self._device = SimulatedDevice(self._texts)
         self._random = np.random.default_rng(scenario.seed)
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
@@ -146,12 +157,19 @@ class SyncRun:
             )
             for i in range(self._s.batch)
         ]  # fmt: skip
-        self._machine.handle(STREAM, opens, 0.0)
-        self._verify(0.0)
+        if self._s.open_gap:
+            self._at(self._s.open_gap, lambda later: self._open(opens[1:], later))
+            self._open(opens[:1], 0.0)
+        else:
+            self._open(opens, 0.0)
         while self._agenda and len(self._started) <= self._s.num_steps:
             now, _, act = heapq.heappop(self._agenda)
             act(now)
         return self._tally()
+
+    def _open(self, opens: list[commands.Open], now: float) -> None:
+        self._machine.handle(STREAM, opens, now)
+        self._verify(now)
 
     def _at(self, time: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._agenda, (time, next(self._order), act))
@@ -161,6 +179,10 @@ class SyncRun:
 
     def _verify(self, now: float) -> None:
         if self._verify_busy or not self._machine.has_ready:
+            return
+        until = self._machine.wait_until(now, now)
+        if until > now:
+            self._at(until, self._verify)  # frames look again before
             return
         plan = self._machine.plan(now)
         if not plan.works:
@@ -187,10 +209,19 @@ class SyncRun:
 
     def _after(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
         """What the router, beside verify, makes of results."""
-        self._send([(i, r, None) for i, r in results if not r.wants_tree], now)
+        roots = [(i, r) for i, r in results if not r.wants_tree]
+        if roots and self._s.root_turn:
+            self._at(now + self._s.root_turn, lambda later: self._roots(roots, later))
+        else:
+            self._roots(roots, now)
         wanted = [(i, r) for i, r in results if r.wants_tree]
         if wanted:
-            self._at(now + self._way(), lambda later: self._to_draft(wanted, later))
+            there = now + self._s.tree_turn + self._way()
+            self._at(there, lambda later: self._to_draft(wanted, later))
+
+    def _roots(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
+        self._send([(index, result, None) for index, result in results], now)
+        self._verify(now)
 
     def _to_draft(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
         self._drafts += results
@@ -202,7 +233,7 @@ class SyncRun:
         self._draft_busy = True
         taken, self._drafts = self._drafts, []
         each = self._s.costs.draft_seconds(WIDTH * len(taken))
-        self._at(now + self._s.depth * each, lambda end: self._drafted(taken, end))
+        self._at(now + self._levels * each, lambda end: self._drafted(taken, end))
 
     def _drafted(self, taken: list[tuple[int, events.RoundResult]], now: float) -> None:
         self._draft_busy = False
@@ -215,8 +246,7 @@ class SyncRun:
 
     def _tree(self, index: int, result: events.RoundResult) -> DraftTree:
         kv_len = result.kv_len + len(result.tokens)
-        levels = self._texts[index].levels(kv_len, self._s.depth)
-        grown = grow(self._s.head, levels, self._s.max_nodes).tree  # shared: not to be changed
+        grown = self._texts[index].tree(kv_len, self._s.depth, self._s.max_nodes)
         tokens = np.concatenate([np.array(result.tokens[-1:], np.int32), grown.tokens[1:]])
         return DraftTree(tokens, grown.parents, grown.scores)
 

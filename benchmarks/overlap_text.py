@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Protocol
 
 import numpy as np
 
@@ -112,6 +114,47 @@ def grow(head: Head, levels: tuple[bool, ...], num_nodes: int) -> Grown:
         np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32)
     )
     return Grown(tree, tuple(paths))
+
+
+class SimulatedText(Protocol):
+    """What one sequence's target says and its head proposes. `position`: the root's. `stem`: tokens
+    up to the root that the head has read on its own states; 0: none.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def token(self, position: int, depth: int, stem: int = 0) -> int:
+        """What the target picks `depth` behind the root."""
+
+    def tree(self, position: int, depth: int, num_nodes: int, stem: int = 0) -> DraftTree:
+        """What the head grows; shared, not to be changed. Its root's token means nothing."""
+
+    def outcomes(
+        self, position: int, depth: int, num_nodes: int, count: int, *, size: int, stem: int = 0
+    ) -> Collection[tuple[int, ...]]:
+        """The `count` likeliest of a round that verifies `num_nodes` of a tree of `size` nodes."""
+
+
+class MadeUpText:
+    """Implements `SimulatedText` with given chances."""
+
+    vocab_size = WIDTH + 1
+
+    def __init__(self, head: Head, text: Text) -> None:
+        self._head, self._text = head, text
+
+    def token(self, position: int, depth: int, stem: int = 0) -> int:
+        return self._text.truth(self._head, position, depth, ahead=stem > 0)
+
+    def tree(self, position: int, depth: int, num_nodes: int, stem: int = 0) -> DraftTree:
+        return grow(self._head, self._text.levels(position, depth), num_nodes).tree
+
+    def outcomes(
+        self, position: int, depth: int, num_nodes: int, count: int, *, size: int, stem: int = 0
+    ) -> Collection[tuple[int, ...]]:
+        levels = self._text.levels(position, depth + 1)
+        return likeliest_outcomes(self._head, levels, num_nodes, depth, count, size)
 
 
 @lru_cache(maxsize=65536)

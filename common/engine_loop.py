@@ -97,7 +97,7 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
     """Owns machine and engine. All methods run on the event loop's thread.
 
     `deliver` takes events to their streams; `gather_seconds`: how long a step waits for sequences
-    that `_expects_more` says are about to join it.
+    that are about to join it, where `_wait_until` has no better measure.
     """
 
     def __init__(
@@ -130,8 +130,10 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
         return True
 
     @abstractmethod
-    def _expects_more(self, now: float) -> bool:
-        """Whether a sequence is about to join the next step."""
+    def _wait_until(self, now: float, deadline: float) -> float:
+        """Until when to wait for sequences about to join the next step; `now`: not at all.
+        `deadline`: what `gather_seconds` allow.
+        """
 
     def _after_turn(self) -> None:
         """Called whenever a step or time has changed the machine."""
@@ -193,9 +195,9 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
     async def _gather(self, now: float) -> float:
         """Waits a moment for those that are about to come; returns the time."""
         deadline = now + self._gather_seconds
-        while now < deadline and self._expects_more(now):
+        while (until := self._wait_until(now, deadline)) > now:
             self._flush()
-            await self._sleep(deadline - now)
+            await self._sleep(until - now)
             now = time.monotonic()
         return now
 

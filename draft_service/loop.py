@@ -60,6 +60,7 @@ class DraftLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
     def _after_turn(self) -> None:
         self.share_room()
 
-    def _expects_more(self, now: float) -> bool:
+    def _wait_until(self, now: float, deadline: float) -> float:
         # Features of fresh wishes: they should share one step.
-        return self._machine.expects_features(now - self._gather_seconds)
+        more = self._machine.expects_features(now - self._gather_seconds)
+        return max(now, deadline) if more else now

@@ -63,6 +63,27 @@ class TreeBudget:
         owner = np.repeat(np.arange(len(sizes)), sizes)
         return [1 + int(n) for n in np.bincount(owner[taken], minlength=len(sizes))]
 
+    def best_step(
+        self,
+        rounds: Sequence[PendingRound],
+        num_sequences: int,
+        wait: float,
+        *,
+        max_rows: int,
+        num_kv_tokens: int,
+    ) -> tuple[float, float]:
+        """Expected tokens and seconds of a step of so many sequences like those of `rounds`, with
+        the nodes that are best if `wait` seconds are spent besides. `num_kv_tokens`: of `rounds`.
+        """
+        times = num_sequences / len(rounds)
+        flat = -np.sort(-self._chances(rounds))
+        most = max(0, min(flat.size, int(max_rows / times) - len(rounds)))
+        emitted = times * (len(rounds) + np.concatenate([[0.0], np.cumsum(flat[:most])]))
+        num_rows = np.ceil(times * (len(rounds) + np.arange(most + 1))).astype(np.int64)
+        seconds = self._curve.seconds(num_rows, int(times * num_kv_tokens), num_sequences)
+        best = int(np.argmax(emitted / np.maximum(seconds + wait, 1e-9)))
+        return float(emitted[best]), float(seconds[best])
+
     def learn(self, verified: Sequence[tuple[PendingRound, Int32Array]]) -> None:
         """What came of a step: trees as they were cut, and their `accepted_nodes`."""
         if not verified:

@@ -71,7 +71,11 @@ class VerifyConfig(DeviceConfig):
         0.5, ge=0, le=3600, description="Paused for longer, a sequence may be put out first."
     )
     gather_seconds: float = Field(
-        0.0005, ge=0, le=1, description="A step waits this long for sequences about to come back."
+        0.0005,
+        ge=0,
+        le=1,
+        description="With tree_budget full, a step waits this long for sequences about to come"
+        " back; auto waits as long as pays by measured times.",
     )
 
     @model_validator(mode="after")

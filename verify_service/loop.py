@@ -14,9 +14,6 @@ from verify_service.machine import VerifyMachine
 from verify_service.metrics import VerifyMetrics
 from verify_service.step import SequenceOutcome, SequenceWork, VerifyEngine
 
-RECENT_SECONDS = 0.25
-"""A sequence that ended its round within this time may be back any moment."""
-
 
 class VerifyLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
     """`on_features` is called when rows may wait to be sent. See `common.engine_loop`."""
@@ -52,5 +49,5 @@ class VerifyLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
     def _has_ready(self) -> bool:
         return self._machine.has_ready
 
-    def _expects_more(self, now: float) -> bool:
-        return self._machine.expects_more(now, RECENT_SECONDS)
+    def _wait_until(self, now: float, deadline: float) -> float:
+        return self._machine.wait_until(now, deadline)

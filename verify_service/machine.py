@@ -36,6 +36,7 @@ from verify_service.commands import (
 from verify_service.draft_gate import DraftGate
 from verify_service.events import Closed, Event, Failed, RoundDone, StateReport
 from verify_service.features import FeatureWindow
+from verify_service.gathering import Away, Gathering
 from verify_service.limits import VerifyLimits
 from verify_service.prefix_cache import PrefixCounts
 from verify_service.registry import VerifyRegistry
@@ -46,6 +47,8 @@ from verify_service.stepper import Plan, Stepper
 
 MAX_DEFERRED = 16
 """Commands of one sequence that may wait behind a running step."""
+RECENT_SECONDS = 0.25
+"""A sequence that ended its round within this time may be back any moment."""
 NO_PICK = "the logits give no pick: not a number, infinite, or every token excluded"
 
 
@@ -67,6 +70,7 @@ class VerifyMachine:
         self._with_features: dict[bytes, None] = {}  # sequences with rows to send, in turn
         self._draining = False
         self._gate = gate
+        self._gathering = None if budget is None else Gathering(budget)
 
     # -- what the service sees of it
 
@@ -108,13 +112,29 @@ class VerifyMachine:
         """Whether a round waits for a step, be there room for it or not."""
         return self._registry.has_ready
 
-    def expects_more(self, now: float, within_seconds: float) -> bool:
-        """Whether a sequence ended its round so lately that its next is likely on the way."""
-        return any(
-            sequence.pending is None
-            and sequence.orphaned_since is None
-            and now - sequence.paused_since < within_seconds
+    def wait_until(self, now: float, deadline: float) -> float:
+        """Until when the next step should wait for sequences on their way back; `now`: not at all.
+
+        As long as pays; without a budget, which knows, for those that ended a round lately until
+        the `deadline`.
+        """
+        away = [
+            sequence
             for sequence in self._residency
+            if sequence.pending is None and sequence.orphaned_since is None
+        ]
+        if self._gathering is None:
+            lately = any(now - sequence.paused_since < RECENT_SECONDS for sequence in away)
+            return max(now, deadline) if lately else now
+        ready = [s for s in self._residency if s.pending is not None and not s.in_flight]
+        if not away or any(sequence.num_missing for sequence in ready):
+            return now  # a prompt is computed at once
+        return self._gathering.wait_until(
+            [sequence.pending for sequence in ready if sequence.pending is not None],
+            [_away(sequence) for sequence in away if sequence.turn is not None],
+            now,
+            max_rows=self._limits.max_step_tokens,
+            num_kv_tokens=sum(sequence.kv_len for sequence in ready),
         )
 
     @property
@@ -273,6 +293,8 @@ class VerifyMachine:
         room = sequence.max_total_tokens - sequence.committed_len - 1
         max_depth = min(room, self._limits.max_tree_depth)
         sequence.pending = PendingRound.of(command.round, command.tree, max_depth, now)
+        if self._gathering is not None and sequence.turn is not None:
+            self._gathering.note_return(_away(sequence), now)
 
     def _foresee(self, stream: int, command: Foresee) -> None:
         """Keeps trees for outcomes of the round that is pending or under way; others are late."""
@@ -448,6 +470,13 @@ def _must_wait(sequence: VerifySequence, command: Command) -> bool:
         return True
     takes_over = isinstance(command, Open | Attach | Rollback) and command.epoch > sequence.epoch
     return takes_over and sequence.in_flight
+
+
+def _away(sequence: VerifySequence) -> Away:
+    """A sequence that had a result."""
+    turn = sequence.turn
+    assert turn is not None
+    return Away(turn.since, turn.asked_tree and turn.drafted)
 
 
 def _stale(sequence: VerifySequence, command: Command, round_: int) -> SequenceFailure:
