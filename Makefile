@@ -48,8 +48,8 @@ test: $(VENV)/.installed-test  ## The fast suite, end-to-end tests included.
 	$(BIN)/python -m pytest -m "e2e and not slow" tests/e2e
 	$(BIN)/python -m pytest $(TWO) -m "not e2e and not slow and not deploy and not aot"
 
-test-slow: $(VENV)/.installed-test  ## What the fast suite leaves out.
-	$(BIN)/python -m pytest -m "slow and not deploy"
+test-slow: $(VENV)/.installed-test $(VENV)/.installed-deploy  ## What the fast suite leaves out.
+	$(BIN)/python -m pytest -m slow
 
 aot: $(VENV)/.installed-tpu  ## Compile the kernels for every TPU generation; needs no TPU.
 	$(BIN)/python -m pytest -n 2 -m aot tests/aot
@@ -66,7 +66,7 @@ check: $(VENV)/.installed-test  ## Format, lint, types, protos.
 check-deploy: $(VENV)/.installed-deploy  ## Chart, rules, dashboards and their queries on a live stack.
 	@for tool in promtool prometheus; do command -v $$tool >/dev/null || { \
 		echo "make: $$tool is missing; install Debian's package prometheus"; exit 1; }; done
-	$(BIN)/python -m pytest -m deploy tests/deploy
+	$(BIN)/python -m pytest -m "deploy and not slow" tests/deploy
 
 format: $(VENV)/.installed-test  ## Rewrite what check would complain of, where a tool can.
 	$(BIN)/ruff format .

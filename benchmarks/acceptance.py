@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.prompts import read_conversations
-from benchmarks.serving import add_server_arguments, print_report, router
+from benchmarks.serving import add_server_arguments, one_line_errors, print_report, router
 from canopy import library
 from canopy.client import Client
-from canopy.results import CanopyError, Generation, Message, Options, Round
+from canopy.results import Generation, Message, Options, Round
 from common.entry import run_program
 from common.errors import StartupError
 from router.tokenizer import ModelTokenizer
@@ -246,10 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", action="store_true", help="the figures as JSON alone, no table")
-    try:
+    with one_line_errors():
         return run(parser.parse_args(argv))
-    except CanopyError as error:
-        raise StartupError(str(error)) from None
 
 
 if __name__ == "__main__":

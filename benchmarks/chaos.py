@@ -52,14 +52,13 @@ from benchmarks.chaos_streams import (
 )
 from benchmarks.lossless import MARGIN, first_difference, margin_at
 from benchmarks.prompts import GOLDENS, read_conversations
-from benchmarks.serving import print_report
+from benchmarks.serving import one_line_errors, print_report
 from benchmarks.tiny_models import write_tiny_pair
 from canopy import library
 from canopy.client import Client
-from canopy.results import CanopyError, Options
+from canopy.results import Options
 from canopy.stack import Stack, StackSettings
 from common.entry import run_program
-from common.errors import StartupError
 
 PATIENT = ("--verify-lost-seconds", "600")
 SETTLE_SECONDS = 60.0
@@ -99,12 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 if nothing was lost. Raises StartupError."""
     arguments = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            settings = stack_settings(arguments, Path(folder))
-            with Stack(settings) as stack, Client(stack.address) as client:
-                result = run(stack, client, arguments)
-        except CanopyError as error:
-            raise StartupError(str(error)) from None
+        settings = stack_settings(arguments, Path(folder))
+        with one_line_errors(), Stack(settings) as stack, Client(stack.address) as client:
+            result = run(stack, client, arguments)
     print_report(result, arguments)
     lost = result["divergent_streams"] or result["failed"] or result["pages_leaked"]
     return 1 if lost or result["gaps_beyond_limit"] else 0

@@ -14,14 +14,18 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from benchmarks.prompts import GOLDENS, Conversation, read_conversations
-from benchmarks.serving import add_server_arguments, print_report, router
+from benchmarks.prompts import Conversation, read_conversations
+from benchmarks.serving import (
+    add_server_arguments,
+    one_line_errors,
+    print_report,
+    prompt_parser,
+    router,
+)
 from canopy.client import Client
-from canopy.results import CanopyError, Chunk, Completion, Options
+from canopy.results import Chunk, Completion, Options
 from common.entry import run_program
-from common.errors import StartupError
 
 SHARES = ("draft", "verify", "transport", "router")
 
@@ -122,12 +126,7 @@ def options_for(arguments: argparse.Namespace, speculation: bool) -> Options:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--prompts", type=Path, default=GOLDENS, help="JSON lines with `turns`; the first is used"
-    )
-    parser.add_argument("--limit", type=int, help="prompts to use [all]")
-    parser.add_argument("--max-tokens", type=int, default=128, help="per prompt [%(default)s]")
+    parser = prompt_parser(__doc__, limit=None, max_tokens=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="[%(default)s]")
     add_server_arguments(parser)
@@ -136,10 +135,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Raises StartupError."""
-    try:
+    with one_line_errors():
         return run(parse(argv))
-    except CanopyError as error:
-        raise StartupError(str(error)) from None
 
 
 if __name__ == "__main__":

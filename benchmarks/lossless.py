@@ -14,14 +14,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.prompts import GOLDENS, Conversation, read_conversations
-from benchmarks.serving import add_server_arguments, print_report, router
+from benchmarks.serving import (
+    add_server_arguments,
+    one_line_errors,
+    print_report,
+    prompt_parser,
+    router,
+)
 from canopy.client import Client
-from canopy.results import CanopyError, Generation, Options
+from canopy.results import Generation, Options
 from common.entry import run_program
-from common.errors import StartupError
 
 MARGIN = 1e-3
 
@@ -140,12 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--prompts", type=Path, default=GOLDENS, help="JSON lines with `turns`; the first is used"
-    )
-    parser.add_argument("--limit", type=int, help="prompts to use [all]")
-    parser.add_argument("--max-tokens", type=int, default=64, help="per prompt [%(default)s]")
+    parser = prompt_parser(__doc__, limit=None, max_tokens=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of the first prompt; then one more")
     parser.add_argument("--goldens", type=int, help="goldens to compare [all]")
@@ -155,10 +154,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if nothing diverges above the margin. Raises StartupError."""
-    try:
+    with one_line_errors():
         return run(parse(argv))
-    except CanopyError as error:
-        raise StartupError(str(error)) from None
 
 
 if __name__ == "__main__":

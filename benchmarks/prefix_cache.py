@@ -16,15 +16,19 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from benchmarks.lossless import MARGIN, Divergence, compare
-from benchmarks.prompts import GOLDENS, Conversation, read_conversations
-from benchmarks.serving import add_server_arguments, print_report, router
+from benchmarks.prompts import Conversation, read_conversations
+from benchmarks.serving import (
+    add_server_arguments,
+    one_line_errors,
+    print_report,
+    prompt_parser,
+    router,
+)
 from canopy.client import Client
-from canopy.results import CanopyError, Chunk, Completion, Generation, Message, Options
+from canopy.results import Chunk, Completion, Generation, Message, Options
 from common.entry import run_program
-from common.errors import StartupError
 
 WAYS = ("cold", "first", "again")
 
@@ -116,23 +120,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--prompts", type=Path, default=GOLDENS, help="JSON lines with `turns`; the first is used"
-    )
-    parser.add_argument("--limit", type=int, default=8, help="prompts to use [%(default)s]")
+    parser = prompt_parser(__doc__, limit=8, max_tokens=48)
     parser.add_argument("--words", type=int, default=500, help="of the document [%(default)s]")
-    parser.add_argument("--max-tokens", type=int, default=48, help="per prompt [%(default)s]")
     add_server_arguments(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if nothing diverges above the margin. Raises StartupError."""
-    try:
+    with one_line_errors():
         return run(parse(argv))
-    except CanopyError as error:
-        raise StartupError(str(error)) from None
 
 
 if __name__ == "__main__":

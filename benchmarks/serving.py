@@ -11,8 +11,12 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.prompts import GOLDENS
 from canopy import library
+from canopy.results import CanopyError
 from canopy.stack import Stack, StackSettings
+from common.arguments import OneLineParser
+from common.errors import StartupError
 from common.server import canopy_version
 
 
@@ -31,6 +35,31 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--max-tree-nodes", type=int, help="nodes of a tree, root included")
     parser.add_argument("--max-depth", type=int, help="depth of a tree")
+
+
+def prompt_parser(
+    doc: str | None, *, limit: int | None, max_tokens: int
+) -> argparse.ArgumentParser:
+    """A parser with prompts, how many of them, and how long their answers may be."""
+    parser = OneLineParser(description=(doc or "").splitlines()[0])
+    parser.add_argument(
+        "--prompts", type=Path, default=GOLDENS, help="JSON lines with `turns`; the first is used"
+    )
+    all_of_them = "all" if limit is None else limit
+    parser.add_argument("--limit", type=int, default=limit, help=f"prompts to use [{all_of_them}]")
+    parser.add_argument(
+        "--max-tokens", type=int, default=max_tokens, help="per prompt [%(default)s]"
+    )
+    return parser
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What a client is told is one line. Raises StartupError."""
+    try:
+        yield
+    except CanopyError as error:
+        raise StartupError(str(error)) from None
 
 
 @contextmanager

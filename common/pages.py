@@ -170,6 +170,13 @@ class PagePool:
         """Whether its one holder may put rows in: no other has it, nor could find it by its key."""
         return self._references[page] == 1 and page not in self._key_of
 
+    def shared_tail(self, pages: Sequence[int], num_rows: int, page_size: int) -> int | None:
+        """Index in a sequence's `pages` of the one that its next row goes into, if that has earlier
+        rows which others may read. `num_rows`: that it has.
+        """
+        index, used = divmod(num_rows, page_size)
+        return None if not used or self.is_writable(pages[index]) else index
+
     def is_sole(self, page: int) -> bool:
         """Whether exactly one holder refers to it."""
         return self._references[page] == 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.errors import StartupError
+from common.log import Logger
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -33,6 +34,16 @@ class Trace:
 UNTRACED = Trace()
 
 Attributes = Mapping[str, str | int | float | bool]
+
+
+def note_open(logger: Logger, sequence_id: bytes, trace: Trace) -> None:
+    """Ties a sequence's id, which errors name, to the client's request."""
+    logger.debug(
+        "sequence opened",
+        sequence_id=sequence_id.hex(),
+        request_id=trace.request_id,
+        traceparent=trace.traceparent,
+    )
 
 
 def traceparent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

@@ -74,7 +74,7 @@ class Residency:
         now. None: not even that would make room.
         """
         missing = max(0, self._limits.pages_for(num_pairs) - len(sequence.pages))
-        shared = self._shared_tail(sequence)
+        shared = self._pool.shared_tail(sequence.pages, sequence.kv_len, self._limits.page_size)
         wanted = missing + (shared is not None)
         available = self._pool.num_available
         if shared is not None and available < wanted and self._pool.is_sole(sequence.pages[shared]):
@@ -115,13 +115,6 @@ class Residency:
     def put_out(self, sequence: DraftSequence) -> None:
         """Takes all pages back."""
         self.cut(sequence, 0)
-
-    def _shared_tail(self, sequence: DraftSequence) -> int | None:
-        """Index of the page that the next row goes into, if others may read its earlier rows."""
-        index, used = divmod(sequence.kv_len, self._limits.page_size)
-        if not used or self._pool.is_writable(sequence.pages[index]):
-            return None
-        return index
 
     def _end_copy(self, sequence: DraftSequence) -> None:
         if sequence.copy is not None:

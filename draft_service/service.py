@@ -12,6 +12,7 @@ from canopy.v1 import draft_pb2, draft_pb2_grpc
 from common.log import get_logger
 from common.outbox import Outbox
 from common.stream_reader import beside
+from common.tracing import note_open
 from common.types import FeatureRows, TreeShape
 from draft_service.codec import decode_features, decode_request, encode_events, encode_info
 from draft_service.commands import Open
@@ -92,7 +93,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 commands, errors = decode_request(stream, request, self._tree)
                 for command in commands:
                     if isinstance(command, Open):
-                        _note_open(command)
+                        note_open(_logger, command.sequence_id, command.trace)
                 self._hub.deliver(errors)
                 self._loop.submit(stream, commands)
         finally:
@@ -117,13 +118,3 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             except ValueError as error:
                 self._loop.refuse(block.sequence_id, block.epoch, str(error))
         return rows
-
-
-def _note_open(command: Open) -> None:
-    """Ties the sequence's id, which errors name, to the client's request."""
-    _logger.debug(
-        "sequence opened",
-        sequence_id=command.sequence_id.hex(),
-        request_id=command.trace.request_id,
-        traceparent=command.trace.traceparent,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,28 +13,25 @@ from canopy.v1 import draft_pb2, generation_pb2, types_pb2, verify_pb2
 from common.callers import ANYBODY, Caller
 from common.log import get_logger
 from common.tracing import Trace, Tracing
-from common.types import ErrorCode
 from router import codec
 from router.actions import Failed, Finished
 from router.choices import Choices
 from router.config import RouterConfig
 from router.draft_link import DraftLink
-from router.drafting import DraftSettings
 from router.errors import ErrorKind, Failure, GenerationError, RequestError
 from router.fleet import Fleet, Returned
 from router.generation import Generation, Served
-from router.handshake import served
-from router.machine import GenerationMachine, MachineSettings
+from router.handshake import machine_settings, served
+from router.machine import GenerationMachine
 from router.messages import (
     DraftCommand,
     DraftOpen,
     RoundResult,
-    SequenceFailed,
     VerifyCommand,
-    VerifyEvent,
     VerifyOpen,
 )
 from router.metrics import RouterMetrics
+from router.moving import Moving
 from router.names import Resolve, resolve
 from router.output_text import OutputText
 from router.placement import Placement
@@ -46,12 +43,6 @@ from router.stops import StopStrings
 from router.tenants import Tenants
 from router.tokenizer import ModelTokenizer
 from router.verify_link import VerifyLink
-
-MIN_TIMER_SECONDS = 0.01
-
-_NO_LIMIT = 1 << 31
-_FULL = (ErrorCode.OVERLOADED, ErrorCode.NOT_SERVING)
-"""Why a replica would not take a sequence that another may."""
 
 _logger = get_logger("router")
 
@@ -81,11 +72,11 @@ class RouterCore:
         self._idle.set()
         self._asked_at = clock()
         self._on_change = on_change
-        self._lost_at: dict[VerifyLink, float] = {}  # verify links that are down
-        self._fail_over_timer: asyncio.TimerHandle | None = None
         self._spans = RequestSpans(tracing)
         self.fleet = Fleet(config, tokenizer, self, resolve)
         self._placement = Placement(self.fleet, self._sessions, config.affinity_weight)
+        patience_seconds = config.fail_over_seconds
+        self._moving = Moving(self.fleet, self._sessions, self._placement, patience_seconds, clock)
         metrics.follow(self)
 
     def start(self) -> None:
@@ -99,8 +90,7 @@ class RouterCore:
 
     async def stop(self) -> None:
         """Ends what still runs, and tells both services so."""
-        if self._fail_over_timer is not None:
-            self._fail_over_timer.cancel()
+        self._moving.stop()
         for session in list(self._sessions.values()):
             session.fail(_unavailable("the router is stopping; send the request again"))
         await self._flush()
@@ -219,38 +209,14 @@ class RouterCore:
         self, generation: Generation, fork_of: bytes | None, arrived: float
     ) -> GenerationMachine:
         text = OutputText(self._tokenizer.detokenizer(), StopStrings(generation.stop_strings))
+        fleet = self.fleet
+        settings = machine_settings(self._config, fleet.verify_infos, fleet.draft_infos)
         machine = GenerationMachine(
-            *(generation, secrets.token_bytes(16), text, self._machine_settings(), arrived),
+            *(generation, secrets.token_bytes(16), text, settings, arrived),
             fork_of=fork_of,
         )
         machine.clock.observer = machine.statistics.observer = self._metrics.rounds
         return machine
-
-    def _machine_settings(self) -> MachineSettings:
-        infos = self.fleet.draft_infos
-        draft = None
-        if self._config.draft:
-            kinds = [info.features.kind for info in infos]
-            draft = DraftSettings(
-                needs_features=kinds != [types_pb2.FEATURE_KIND_NONE] * max(1, len(kinds)),
-                max_context_len=min(
-                    (i.max_context_len or _NO_LIMIT for i in infos), default=_NO_LIMIT
-                ),
-                deadline_seconds=self._config.tree_seconds,
-                catch_up_tokens=self._config.catch_up_tokens,
-                max_outcomes=self._max_outcomes(),
-            )
-        return MachineSettings(
-            draft=draft,
-            max_tree_nodes=min(info.max_tree_nodes for info in self.fleet.verify_infos),
-            verify_lost_seconds=self._config.verify_lost_seconds,
-        )
-
-    def _max_outcomes(self) -> int:
-        """Trees that are grown ahead of each result; 0 unless every replica can do its part."""
-        if not all(info.draft_ahead for info in self.fleet.verify_infos):
-            return 0
-        return min((info.max_outcomes for info in self.fleet.draft_infos), default=0)
 
     def abort(self, request_id: str, caller: Caller = ANYBODY) -> bool:
         choices = self._by_request.get((caller.key, request_id))
@@ -309,33 +275,10 @@ class RouterCore:
             if session is None or session.seat.verify is not link:
                 continue
             event = codec.decode_verify(message)
-            if event is not None and not self._goes_elsewhere(session, event):
+            if event is not None and not self._moving.goes_elsewhere(session, event):
                 if self._spans.on and isinstance(event, RoundResult):
                     self._spans.note_round(session.machine, event, now)
                 session.on_verify(event, now)
-
-    def _goes_elsewhere(self, session: Session, event: VerifyEvent) -> bool:
-        """Whether another replica was asked to take what this one would not."""
-        refused_by = session.seat.refused_by
-        if isinstance(event, RoundResult):
-            refused_by.clear()
-        refuses = isinstance(event, SequenceFailed) and event.code in _FULL
-        if not refuses or not session.machine.awaits_verify(event.epoch):
-            return False
-        refused_by.add(session.seat.verify)
-        other = self._place_again(session, refused_by)
-        if other is None:
-            refused_by.clear()
-            return False
-        session.move_verify(other, lost=False)
-        return True
-
-    def _place_again(self, session: Session, but: Collection[VerifyLink] = ()) -> VerifyLink | None:
-        tokens = session.machine.tokens
-        other = self._placement.verify(tokens, session.machine.generation.max_total_tokens, but)
-        if other is not None:
-            self._placement.note(tokens, other)
-        return other
 
     def on_draft_events(self, link: DraftLink, messages: Iterable[draft_pb2.DraftEvent]) -> None:
         self._asked_at = now = self._clock()
@@ -366,64 +309,16 @@ class RouterCore:
         self._metrics.turnaround.labels(role).observe(self._clock() - asked_at)
 
     def on_verify_up(self, link: VerifyLink) -> None:
-        self._lost_at.pop(link, None)
-        for session in list(self._sessions.values()):
-            if session.seat.verify is link:
-                session.on_verify_up()
-        self._fail_over()
+        self._moving.on_verify_up(link)
 
     def on_verify_down(self, link: VerifyLink) -> None:
-        """It may be back at once, with all it knew; if not, others take its sequences over."""
-        self._lost_at[link] = self._clock()
-        for session in list(self._sessions.values()):
-            if session.seat.verify is link:
-                session.on_verify_down()
-        self._fail_over_in(self._config.fail_over_seconds)
-
-    def _fail_over_in(self, seconds: float) -> None:
-        if self._fail_over_timer is not None:
-            self._fail_over_timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._fail_over_timer = loop.call_later(seconds, self._fail_over)
-
-    def _fail_over(self) -> None:
-        """Moves what waits for a replica that has been away for long enough."""
-        now, patience = self._clock(), self._config.fail_over_seconds
-        gone = {link for link, lost_at in self._lost_at.items() if now - lost_at >= patience}
-        early = [lost_at + patience - now for link, lost_at in self._lost_at.items()
-                 if link not in gone]  # fmt: skip
-        if early:  # lost since; or a timer of a busy loop came before its time
-            self._fail_over_in(max(min(early), MIN_TIMER_SECONDS))
-        for link in gone:
-            self._placement.forget(link)
-        for session in list(self._sessions.values()):
-            if session.seat.verify not in gone:
-                continue
-            other = self._place_again(session)
-            if other is None:  # one may come up, or be ready again
-                self._fail_over_in(max(patience, MIN_TIMER_SECONDS))
-                return
-            session.move_verify(other, lost=True)
-        for link in gone.difference(self.fleet.verifies):
-            del self._lost_at[link]  # let go of, and nobody's any more
+        self._moving.on_verify_down(link)
 
     def on_draft_up(self, link: DraftLink) -> None:
-        for session in list(self._sessions.values()):
-            draft = session.seat.draft
-            if draft is link:
-                session.on_draft_up()
-            elif draft is None or not draft.peer.linked:
-                session.move_draft(link)
+        self._moving.on_draft_up(link)
 
     def on_draft_down(self, link: DraftLink) -> None:
-        """A draft is a cache: another replica begins anew rather than wait for this one."""
-        for session in list(self._sessions.values()):
-            if session.seat.draft is not link:
-                continue
-            session.on_draft_down()
-            other = self._placement.draft()
-            if other is not None:
-                session.move_draft(other)
+        self._moving.on_draft_down(link)
 
 
 def _unavailable(message: str) -> Failure:

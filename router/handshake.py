@@ -11,10 +11,13 @@ from canopy.v1 import draft_pb2, types_pb2, verify_pb2
 from canopy.v1.types_pb2 import FeatureDtype, FeatureKind
 from common.types import TreeShape
 from router.config import RouterConfig
+from router.drafting import DraftSettings
 from router.generation import Served
+from router.machine import MachineSettings
 from router.tokenizer import ModelTokenizer
 
 PROTOCOL_VERSION = 1
+_NO_LIMIT = 1 << 31
 TARGET_FIELDS = (
     *("vocab_size", "padded_vocab_size", "tokenizer_hash", "hidden_size", "weights_hash"),
 )
@@ -120,6 +123,41 @@ def served(
         ),
         max_choices=min(config.max_choices, config.max_running),
     )
+
+
+def machine_settings(
+    config: RouterConfig,
+    verifies: Sequence[verify_pb2.GetVerifyInfoResponse],
+    drafts: Sequence[draft_pb2.GetDraftInfoResponse],
+) -> MachineSettings:
+    """How rounds are run: as every replica can. `verifies`: at least one."""
+    draft = None
+    if config.draft:
+        kinds = [info.features.kind for info in drafts]
+        draft = DraftSettings(
+            needs_features=kinds != [FeatureKind.FEATURE_KIND_NONE] * max(1, len(kinds)),
+            max_context_len=min(
+                (i.max_context_len or _NO_LIMIT for i in drafts), default=_NO_LIMIT
+            ),
+            deadline_seconds=config.tree_seconds,
+            catch_up_tokens=config.catch_up_tokens,
+            max_outcomes=_max_outcomes(verifies, drafts),
+        )
+    return MachineSettings(
+        draft=draft,
+        max_tree_nodes=min(info.max_tree_nodes for info in verifies),
+        verify_lost_seconds=config.verify_lost_seconds,
+    )
+
+
+def _max_outcomes(
+    verifies: Sequence[verify_pb2.GetVerifyInfoResponse],
+    drafts: Sequence[draft_pb2.GetDraftInfoResponse],
+) -> int:
+    """Trees that are grown ahead of each result; 0 unless every replica can do its part."""
+    if not all(info.draft_ahead for info in verifies):
+        return 0
+    return min((info.max_outcomes for info in drafts), default=0)
 
 
 def _smaller(shape: TreeShape, limit: types_pb2.TreeShape) -> TreeShape:

@@ -128,7 +128,7 @@ class Residency:
         sequence's alone is replaced by one to copy it to.
         """
         missing = max(0, self._limits.pages_for(num_rows) - len(sequence.pages))
-        shared = self._shared_tail(sequence)
+        shared = self._pool.shared_tail(sequence.pages, sequence.kv_len, self._limits.page_size)
         wanted = missing + (shared is not None)
         if shared is not None and self._pool.num_available < wanted:
             # Copying would put somebody out: better that nobody finds the page any more.
@@ -136,7 +136,8 @@ class Residency:
         put_out = self._make_room(sequence, wanted, slot=False, now=now)
         if put_out is None:
             return None
-        shared = self._shared_tail(sequence)  # those put out may have been its other holders
+        # Those put out may have been its other holders.
+        shared = self._pool.shared_tail(sequence.pages, sequence.kv_len, self._limits.page_size)
         if shared is not None:
             [target] = self._pool.reserve(1)
             sequence.copy = (sequence.pages[shared], target)
@@ -188,13 +189,6 @@ class Residency:
         sequence.num_found += rows
         sequence.num_published = sequence.kv_len // self._limits.page_size
         self._cache.counts.found += rows
-
-    def _shared_tail(self, sequence: VerifySequence) -> int | None:
-        """Index of the page that the next row goes into, if others may read its earlier rows."""
-        index, used = divmod(sequence.kv_len, self._limits.page_size)
-        if not used or self._pool.is_writable(sequence.pages[index]):
-            return None
-        return index
 
     def _withdraw(self, page: int) -> bool:
         """Makes a published page that one sequence has for itself writable; False: others hold

@@ -13,6 +13,7 @@ from common.log import get_logger
 from common.outbox import Outbox
 from common.stream_reader import beside
 from common.tensors import MAX_PIECE_BYTES, FeaturePiece, split_rows
+from common.tracing import note_open
 from verify_service.codec import decode_request, encode_events, encode_pieces
 from verify_service.commands import Open
 from verify_service.events import Event
@@ -90,7 +91,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 commands, errors = decode_request(stream, request)
                 for command in commands:
                     if isinstance(command, Open):
-                        _note_open(command)
+                        note_open(_logger, command.sequence_id, command.trace)
                 self._loop.submit(stream, commands, errors)
         finally:
             outbox.close()
@@ -133,13 +134,3 @@ async def _link_id(context: Context) -> str:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
             return link_id
     return context.peer()
-
-
-def _note_open(command: Open) -> None:
-    """Ties the sequence's id, which errors name, to the client's request."""
-    _logger.debug(
-        "sequence opened",
-        sequence_id=command.sequence_id.hex(),
-        request_id=command.trace.request_id,
-        traceparent=command.trace.traceparent,
-    )

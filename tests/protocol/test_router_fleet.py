@@ -100,12 +100,12 @@ async def test_lost_verify_is_taken_over_by_the_other(model: Path) -> None:
 async def test_a_timer_that_comes_too_early_is_set_again(model: Path) -> None:
     """Event loops count from the beginning of a turn: behind a long one, timers come early."""
     async with fleet(model) as (world, verifies, _):
-        core, clock = world.service.core, time.monotonic
+        moving, clock = world.service.core._moving, time.monotonic
 
         def late() -> float:
-            return clock() - (0.05 if core._lost_at else 0.0)
+            return clock() - (0.05 if moving._lost_at else 0.0)
 
-        core._clock = late
+        moving._clock = late
         running = ask(world, 300)
         await asyncio.sleep(0.2)
         await verifies[0].stop()

@@ -80,6 +80,16 @@ def test_held_page_is_freed_by_its_last_holder() -> None:
         pool.hold([0])
 
 
+def test_a_tail_is_shared_where_others_may_read_its_rows() -> None:
+    pool = PagePool(2)
+    pages = pool.reserve(2)
+    pool.commit(pages)
+    assert pool.shared_tail(pages, 5, page_size=4) is None  # its own
+    pool.hold(pages[1:])
+    assert pool.shared_tail(pages, 5, page_size=4) == 1
+    assert pool.shared_tail(pages, 4, page_size=4) is None  # the next row begins a page
+
+
 def test_withdrawn_page_is_found_no_more_and_is_writable() -> None:
     pool = PagePool(2)
     [page] = pool.reserve(1)
