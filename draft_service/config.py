@@ -36,6 +36,11 @@ class DraftConfig(DeviceConfig):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of weights, KV and features; the features' as verify sends them."
     )
+    weights: Literal["native", "int8"] = Field(
+        "native",
+        description="native: the matrices in --dtype; int8: in 8 bits with a scale for each output,"
+        " half of bfloat16's bytes a level.",
+    )
     max_depth: int = Field(5, ge=1, le=16, description="Levels of a tree below its root.")
     top_k: int = Field(4, ge=1, le=32, description="Children per node, and nodes kept per level.")
     max_nodes: int = Field(16, ge=2, le=128, description="Nodes of a tree, root included.")
@@ -85,6 +90,11 @@ class DraftConfig(DeviceConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.weights == "int8" and self.tensor_parallel > 1:
+            raise ValueError(
+                f"weights: int8 and tensor_parallel {self.tensor_parallel}: scales are not split"
+                " over chips; set weights to native, or tensor_parallel to 1"
+            )
         most = self.top_k + (self.max_depth - 1) * self.top_k**2 + 1
         if self.max_nodes > most:
             raise ValueError(
