@@ -133,7 +133,7 @@ async def run_client(stub: Any, num_tokens: int) -> None:
 
 
 def write_model(directory: Path) -> None:
-    """A tokenizer of bytes alone, and no token at which the model ends by itself."""
+    """A tokenizer of bytes alone, without a stop token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)
     printable = [c for c in letters if ord(c) < 0x100]
     shifted = iter(c for c in letters if ord(c) >= 0x100)
@@ -141,7 +141,7 @@ def write_model(directory: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "config.json").write_text("{}")
+    (directory / "config.json").write_text("{}", encoding="utf-8")
 
 
 @contextmanager

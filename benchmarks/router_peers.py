@@ -81,13 +81,19 @@ class InstantVerify(verify_pb2_grpc.VerifyServiceServicer):
     async def _read(self, requests: Any) -> None:
         async for request in requests:
             for command in request.commands:
-                self._take(command)
+                answer = self.answer(command)
+                if answer is not None:
+                    self._waiting.append(answer[0])
+                    self._blocks.put_nowait(answer[1])
             if self._waiting and len(self._waiting) >= len(self._open):
                 self._lockstep.all_here()
                 waiting, self._waiting = self._waiting, []
                 self._out.put_nowait(waiting)
 
-    def _take(self, command: verify_pb2.VerifyCommand) -> None:
+    def answer(
+        self, command: verify_pb2.VerifyCommand
+    ) -> tuple[verify_pb2.VerifyEvent, types_pb2.FeatureBlock] | None:
+        """The round's result, and the features of its rows."""
         match command.WhichOneof("command"):
             case "open":
                 last = command.open.tokens[-1]
@@ -99,37 +105,34 @@ class InstantVerify(verify_pb2_grpc.VerifyServiceServicer):
                 num_emitted = min(NUM_EMITTED, len(command.verify_tree.tree.tokens))
             case _:
                 self._open.pop(command.sequence_id, None)
-                return
+                return None
         tokens = []
         for _ in range(num_emitted):
             last = next_token(last)
             tokens.append(last)
         self._open[command.sequence_id] = last
-        self._waiting.append(
-            verify_pb2.VerifyEvent(
-                sequence_id=command.sequence_id,
-                epoch=command.epoch,
-                result=verify_pb2.VerifyResult(
-                    round=round_,
-                    kv_len=kv_len,
-                    tokens=tokens,
-                    pick_margins=[1.0] * num_emitted,
-                    num_nodes=1 if num_emitted == 1 else self._arguments.nodes,
-                    accepted_nodes=range(1, num_emitted),
-                ),
-            )
+        event = verify_pb2.VerifyEvent(
+            sequence_id=command.sequence_id,
+            epoch=command.epoch,
+            result=verify_pb2.VerifyResult(
+                round=round_,
+                kv_len=kv_len,
+                tokens=tokens,
+                pick_margins=[1.0] * num_emitted,
+                num_nodes=1 if num_emitted == 1 else self._arguments.nodes,
+                accepted_nodes=range(1, num_emitted),
+            ),
         )
-        self._blocks.put_nowait(
-            types_pb2.FeatureBlock(
-                sequence_id=command.sequence_id,
-                epoch=command.epoch,
-                position=0 if round_ == 0 else kv_len,
-                num_rows=kv_len + 1 if round_ == 0 else num_emitted,
-                row_width=len(self._row) // 4,
-                dtype=types_pb2.FEATURE_DTYPE_FLOAT32,
-                data=self._row * num_emitted,
-            )
+        block = types_pb2.FeatureBlock(
+            sequence_id=command.sequence_id,
+            epoch=command.epoch,
+            position=0 if round_ == 0 else kv_len,
+            num_rows=kv_len + 1 if round_ == 0 else num_emitted,
+            row_width=len(self._row) // 4,
+            dtype=types_pb2.FEATURE_DTYPE_FLOAT32,
+            data=self._row * num_emitted,
         )
+        return event, block
 
     async def ReceiveFeatures(
         self, requests: Any, context: Any
@@ -163,11 +166,11 @@ class InstantDraft(draft_pb2_grpc.DraftServiceServicer):
 
     async def Draft(self, requests: Any, context: Any) -> AsyncIterator[draft_pb2.DraftResponse]:
         async for request in requests:
-            events = [event for command in request.commands for event in self._answer(command)]
+            events = [event for command in request.commands for event in self.answer(command)]
             if events:
                 yield draft_pb2.DraftResponse(events=events)
 
-    def _answer(self, command: draft_pb2.DraftCommand) -> list[draft_pb2.DraftEvent]:
+    def answer(self, command: draft_pb2.DraftCommand) -> list[draft_pb2.DraftEvent]:
         event = draft_pb2.DraftEvent(sequence_id=command.sequence_id, epoch=command.epoch)
         match command.WhichOneof("command"):
             case "open":

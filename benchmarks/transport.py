@@ -22,13 +22,14 @@ import sys
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import router_overhead
 from benchmarks.prompts import GOLDENS, read_conversations
-from benchmarks.serving import add_model_arguments, print_report
+from benchmarks.serving import add_model_arguments, model_and_head, print_report
 from benchmarks.transport_frames import measure_frames
 from canopy import library
 from canopy.client import Client
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Raises StartupError."""
     arguments = parse(argv)
     counts = [int(part) for part in arguments.sequences.split(",")]
+    model, head = model_and_head(arguments)
+    head = head or library.demo_head(model)  # without trees nothing would be accepted
     frames = [
         figure
         for count in counts
@@ -74,19 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     result: dict[str, object] = {
         "benchmark": "transport",
         "frames": frames,
-        "stack": measure_stack(arguments),
+        "stack": measure_stack(model, head, arguments),
         "router": measure_router(max(counts), arguments),
     }
     print_report(result, arguments)
     return 0
 
 
-def measure_stack(arguments: argparse.Namespace) -> dict[str, Any]:
-    model = arguments.model or library.fetch_model(library.DEMO_MODEL)
-    head = arguments.head or library.demo_head(model)
+def measure_stack(model: Path, head: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     options = Options(max_tokens=arguments.max_tokens, ignore_eos=True)
     prompts = [c.messages for c in read_conversations(GOLDENS, arguments.limit)]
-    settings = StackSettings(model=model, head=head, show_logs=False)
+    flags = {"verify": ("--tree-budget", "full")}  # a tree in every round
+    settings = StackSettings(model=model, head=head, flags=flags, show_logs=False)
     with Stack(settings) as stack, Client(stack.address) as client:
         router = stack.children["router"]
         before = router_overhead.cpu_seconds(router.process.pid)
@@ -94,7 +96,15 @@ def measure_stack(arguments: argparse.Namespace) -> dict[str, Any]:
             answers = list(threads.map(lambda prompt: client.generate(prompt, options), prompts))
         cpu = router_overhead.cpu_seconds(router.process.pid) - before
         counted = read_counters(router.metrics_address)
-    return of_tokens(answers, counted, cpu)
+    figures = of_tokens(answers, counted, cpu)
+    for kind, accepted in figures["bytes_per_accepted_token"].items():
+        emitted = figures["bytes_per_emitted_token"][kind]
+        print(
+            f"{kind:27} {accepted:9} bytes for each accepted drafted token,"
+            f" {emitted:9} for each emitted token",
+            flush=True,
+        )
+    return figures
 
 
 def of_tokens(

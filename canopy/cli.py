@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from canopy import generating, library, planning
 from canopy.demo import run_demo
 from canopy.results import CanopyError
 from canopy.stack import MODULES, Stack, StackSettings
+from common.arguments import OneLineParser
 from common.entry import Stopped, run_program
 from common.errors import StartupError
 from common.server import canopy_version, check_port
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="canopy", description="Disaggregated EAGLE-3 speculative decoding over gRPC."
     )
     parser.add_argument("--version", action="version", version=f"canopy {canopy_version()}")
@@ -57,10 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-Commands = argparse._SubParsersAction  # the type of what add_subparsers returns has no public name
+Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
+"""The type of what add_subparsers returns has no public name."""
 
 
-def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
+def _add_serve(commands: Commands) -> None:
     serve = commands.add_parser("serve", help="run a service, or all three")
     services = serve.add_subparsers(required=True, metavar="SERVICE")
     for name in MODULES:  # run by _serve_one, which hands every flag on
@@ -75,29 +78,29 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     every.set_defaults(run=_serve_all)
 
 
-def _add_model(commands: Commands[argparse.ArgumentParser]) -> None:
+def _add_model(commands: Commands) -> None:
     model = commands.add_parser("model", help="fetch a target model")
     actions = model.add_subparsers(required=True, metavar="ACTION")
     fetch = actions.add_parser("fetch", help="download and convert a known model")
-    fetch.add_argument("name", choices=[library.DEMO_MODEL])
+    fetch.add_argument("name", choices=[library.DEMO_MODEL], help="of the model")
     fetch.add_argument("--cache-dir", type=Path, help="where models are kept [the user's cache]")
     fetch.add_argument("--with-head", action="store_true", help="put its head beside it, in heads/")
     fetch.set_defaults(run=_model_fetch)
 
 
-def _add_head(commands: Commands[argparse.ArgumentParser]) -> None:
+def _add_head(commands: Commands) -> None:
     head = commands.add_parser("head", help="make, look at and bundle draft heads")
     actions = head.add_subparsers(required=True, metavar="ACTION")
     init = actions.add_parser("init", help="make a head from the target's own last layers")
     init.add_argument("directory", type=Path, help="new directory for the head")
     init.add_argument("--target", type=Path, required=True, help="the target's directory")
-    init.add_argument("--num-layers", type=int, default=1)
+    init.add_argument("--num-layers", type=int, default=1, help="of the head [%(default)s]")
     init.add_argument("--draft-vocab", type=int, default=8192, help="tokens it may draft")
     init.set_defaults(run=_head_init)
     inspect = actions.add_parser("inspect", help="say what a head is and what was assumed")
-    inspect.add_argument("directory", type=Path)
+    inspect.add_argument("directory", type=Path, help="the head's")
     inspect.add_argument("--target", type=Path, help="see whether the head fits this target")
-    inspect.add_argument("--json", action="store_true")
+    inspect.add_argument("--json", action="store_true", help="one line of JSON")
     inspect.set_defaults(run=_head_inspect)
     train = actions.add_parser("train", help="train a head by a recipe; goes on where it stood")
     training.add_train_arguments(train)
@@ -110,8 +113,8 @@ def _add_head(commands: Commands[argparse.ArgumentParser]) -> None:
     check.set_defaults(run=training.check)
     bundle = actions.add_parser("bundle", help="all that a draft machine needs, in one directory")
     bundle.add_argument("directory", type=Path, help="new directory for the bundle")
-    bundle.add_argument("--head", type=Path, required=True)
-    bundle.add_argument("--target", type=Path, required=True)
+    bundle.add_argument("--head", type=Path, required=True, help="the head's directory")
+    bundle.add_argument("--target", type=Path, required=True, help="the target's directory")
     bundle.set_defaults(run=_head_bundle)
 
 

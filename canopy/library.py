@@ -66,8 +66,11 @@ def init_head(target: Path, head: Path, num_layers: int = 1, draft_vocab: int = 
 
 
 def demo_head(model: Path) -> Path:
-    """The head that comes with this package, trained for the demo's model."""
-    return Path(__file__).resolve().parent / "heads" / model.name
+    """The head that comes with this package, trained for the demo's model. Raises StartupError."""
+    head = Path(__file__).resolve().parent / "heads" / model.name
+    if not head.is_dir():
+        raise StartupError(f"head: none comes with Canopy for {model}; name one with --head")
+    return head
 
 
 def copy_demo_head(model: Path, cache_dir: Path | None = None) -> Path:

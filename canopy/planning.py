@@ -14,6 +14,7 @@ from rich.table import Table
 
 from canopy import sizing, step_times
 from common.errors import StartupError
+from common.types import TreeShape
 
 BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -32,13 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--acceptance", help="chance per depth that a node is right, given those above: 0.8,0.7"
     )
     parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence [2048]")
-    parser.add_argument("--tree-nodes", type=int, default=16, help="root included [16]")
-    parser.add_argument("--tree-depth", type=int, default=5, help="levels below the root [5]")
-    parser.add_argument("--tree-top-k", type=int, default=4, help="nodes kept per level [4]")
+    tree = TreeShape()
+    parser.add_argument(
+        "--tree-nodes", type=int, default=tree.max_nodes, help="root included [%(default)s]"
+    )
+    parser.add_argument(
+        "--tree-depth", type=int, default=tree.max_depth, help="levels below the root [%(default)s]"
+    )
+    parser.add_argument(
+        "--tree-top-k", type=int, default=tree.top_k, help="nodes kept per level [%(default)s]"
+    )
     parser.add_argument(
         "--max-token-ms", type=float, default=50.0, help="per token and reader [50]"
     )
-    parser.add_argument("--dtype", choices=BYTES, default="bfloat16")
+    parser.add_argument(
+        "--dtype", choices=BYTES, default="bfloat16", help="of weights and KV [%(default)s]"
+    )
     parser.add_argument("--net-ms", type=float, default=0.5, help="on the way, per round [0.5]")
     parser.add_argument("--launch-ms", type=float, default=0.2, help="fixed, per step [0.2]")
     parser.add_argument("--efficiency", type=float, default=0.7, help="of the bounds [0.7]")

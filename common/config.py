@@ -24,7 +24,7 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, Self
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -54,6 +54,10 @@ type_of_list = BeforeValidator(_split_commas)
 IntList = Annotated[tuple[int, ...], NoDecode, type_of_list]
 StrList = Annotated[tuple[str, ...], NoDecode, type_of_list]
 """Written `a,b,c` in flags and environment, as a list in YAML."""
+
+
+SERVICES = ("ROUTER", "DRAFT", "VERIFY")
+"""As they stand in the names of environment variables."""
 
 
 class ServiceConfig(BaseSettings):
@@ -191,6 +195,10 @@ class _Parser(argparse.ArgumentParser):
 
 def _help_of(field: FieldInfo) -> str:
     text = (field.description or "").replace("%", "%%")
+    if get_origin(field.annotation) is Literal:
+        choices = [choice for choice in get_args(field.annotation) if choice]
+        if not all(choice in text for choice in choices):
+            text += f" One of {', '.join(choices)}."
     if field.default is PydanticUndefined:
         return f"{text} Required."
     if field.default is None or field.default == ():
@@ -203,16 +211,33 @@ def _file_values(cls: type[ServiceConfig], file: str) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"config: no file {file}; give a YAML file of {cls.SERVICE} settings")
     try:
+        text = path.read_text(encoding="utf-8")
+        twice = _named_twice(text)
         values = YamlConfigSettingsSource(cls, yaml_file=path)()
-    except (yaml.YAMLError, ValueError, TypeError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, OSError) as error:
         raise ConfigError(f"config: {file} is not a YAML mapping of settings: {error}") from None
+    if twice:
+        raise ConfigError(
+            f"config: {file} sets {', '.join(twice)} more than once; keep one of each"
+        )
     return values
 
 
+def _named_twice(text: str) -> list[str]:
+    """Keys that come again on the top level: YAML takes the last, and nobody sees it."""
+    root = yaml.compose(text, yaml.SafeLoader)
+    keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+    return sorted({str(key) for key in keys if keys.count(key) > 1})
+
+
 def _environment_values(cls: type[ServiceConfig], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that `environ` sets. Raises ConfigError for a name that is no field."""
+    """The fields that `environ` sets. Raises ConfigError for a name that is no field, and for one
+    that is near to a service's names and none of them.
+    """
     prefix = cls.env_prefix()
     for name in environ:
+        if name.startswith("CANOPY_"):
+            _check_service(name)
         field = name[len(prefix) :].lower()
         if name.startswith(prefix) and field not in cls.model_fields:
             known = (f"{prefix}{known.upper()}" for known in cls.model_fields)
@@ -222,6 +247,17 @@ def _environment_values(cls: type[ServiceConfig], environ: Mapping[str, str]) ->
         name.lower(): value for name, value in environ.items() if name.startswith(prefix)
     }
     return source()
+
+
+def _check_service(variable: str) -> None:
+    """Names of another meaning, as those that an orchestrator sets, are nobody's mistake."""
+    service = variable.removeprefix("CANOPY_").partition("_")[0]
+    near = difflib.get_close_matches(service, SERVICES, n=1, cutoff=0.7)
+    if near and service not in SERVICES:
+        meant = variable.replace(service, near[0], 1)
+        raise ConfigError(
+            f"{variable}: no service is named {service.lower()}; did you mean {meant}?"
+        )
 
 
 def _one_line(cls: type[ServiceConfig], error: ValidationError, origins: Mapping[str, str]) -> str:

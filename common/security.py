@@ -56,7 +56,9 @@ class ServerTls:
         return grpc.dynamic_ssl_server_credentials(present, fetch, self.client_ca is not None)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        ca = None if self.client_ca is None else _read(self.client_ca, "tls_client_ca")
+        ca = None
+        if self.client_ca is not None:
+            ca = _read_authority(self.client_ca, "tls_client_ca")
         pair = (_read(self.key, "tls_key"), _read(self.cert, "tls_cert"))
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=ca)
 
@@ -94,7 +96,7 @@ class CallerSecurity:
                 raise StartupError(f"{prefix}cert: certificate and key go together; give both")
             _check_pair(self.cert, self.key, prefix.rstrip("_"))
         if self.ca is not None:
-            _read(self.ca, f"{prefix}ca")
+            _read_authority(self.ca, f"{prefix}ca")
         if self.token_file is not None:
             read_tokens(self.token_file)
 
@@ -105,7 +107,7 @@ class CallerSecurity:
             return None
         key = None if self.key is None else _read(self.key, "key")
         cert = None if self.cert is None else _read(self.cert, "cert")
-        return grpc.ssl_channel_credentials(_read(self.ca, "ca"), key, cert)
+        return grpc.ssl_channel_credentials(_read_authority(self.ca, "ca"), key, cert)
 
     @property
     def metadata(self) -> Metadata:
@@ -268,6 +270,21 @@ def _read(file: Path, field: str) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise StartupError(f"{field}: cannot read {file} ({error.strerror})") from None
+
+
+def _read_authority(file: Path, field: str) -> bytes:
+    """Raises StartupError unless the file holds a certificate."""
+    data = _read(file, field)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
+            cadata=data.decode("ascii", errors="replace")
+        )
+    except (ssl.SSLError, ValueError):
+        raise StartupError(
+            f"{field}: {file} holds no certificate; give the PEM file of the authority that signed"
+            " the other side's"
+        ) from None
+    return data
 
 
 def _check_pair(cert: Path, key: Path, field: str) -> None:

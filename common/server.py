@@ -225,10 +225,12 @@ class _Life:
                 await self._drain()
         finally:
             await self._health.set_serving(False)
-            await self._service.stop()
-            await server.stop(_EXIT_GRACE_SECONDS)
-            metrics_server.shutdown()
-            metrics_server.server_close()
+            try:
+                await self._service.stop()
+            finally:  # it raises where it ended of its own fault; the port must close then, too
+                await server.stop(_EXIT_GRACE_SECONDS)
+                metrics_server.shutdown()
+                metrics_server.server_close()
         return 0
 
     def _listen_to_signals(self) -> None:

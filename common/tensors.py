@@ -106,3 +106,16 @@ def join_piece(piece: FeaturePiece, row_width: int | None = None) -> FeatureRows
     values = np.frombuffer(piece.data, piece.dtype.numpy_dtype)
     rows = values.reshape(piece.num_rows, piece.row_width)
     return FeatureRows(piece.sequence_id, piece.epoch, piece.position, rows)
+
+
+_EXPONENT_32, _EXPONENT_16 = np.uint32(0x7F80_0000), np.uint16(0x7F80)
+
+
+def is_finite(rows: npt.NDArray[np.generic]) -> bool:
+    """Whether float32 or bfloat16 `rows` hold neither NaN nor infinity: their exponents tell.
+
+    numpy's own test takes ten times as long on bfloat16.
+    """
+    if rows.itemsize == 4:
+        return not ((rows.view(np.uint32) & _EXPONENT_32) == _EXPONENT_32).any()
+    return not ((rows.view(np.uint16) & _EXPONENT_16) == _EXPONENT_16).any()

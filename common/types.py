@@ -167,10 +167,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeShape:
-    """What a draft may grow. `max_nodes` counts the root; 1 means no speculation."""
+    """What a draft may grow. `max_nodes` counts the root; 1 means no speculation.
 
-    max_depth: int = 6
-    top_k: int = 8
+    The defaults are those of every setting about trees.
+    """
+
+    max_depth: int = 5
+    top_k: int = 4
     max_nodes: int = 16
 
 

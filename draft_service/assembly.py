@@ -47,8 +47,8 @@ def assemble(config: DraftConfig, group: Leader | None) -> Assembly:
     if group is not None:
         group.await_ready(facts_of(config, engine, identity))
     engine.run_each_once()
-    head = engine.head
-    return Assembly(engine, _limits(config, head), _info(config, head, identity))
+    head, level_seconds = engine.head, _level_seconds(config, engine)
+    return Assembly(engine, _limits(config, head, level_seconds), _info(config, head, identity))
 
 
 def facts_of(config: DraftConfig, engine: DeviceEngine, identity: Identity) -> dict[str, Any]:
@@ -143,8 +143,20 @@ def _engine(
         raise StartupError(str(error)) from error
 
 
-def _limits(config: DraftConfig, head: HeadConfig) -> DraftLimits:
+def _level_seconds(config: DraftConfig, engine: DeviceEngine) -> tuple[tuple[int, float], ...]:
+    if config.levels == "all":
+        return ()
+    found = engine.measure_levels()
+    for num_sequences, seconds in found:
+        _logger.info("level time", num_sequences=num_sequences, seconds=round(seconds, 6))
+    return found
+
+
+def _limits(
+    config: DraftConfig, head: HeadConfig, level_seconds: tuple[tuple[int, float], ...]
+) -> DraftLimits:
     return DraftLimits(
+        level_seconds=level_seconds,
         vocab_size=head.target_vocab_size,
         feature_size=head.feature_size,
         max_context_len=config.max_context_tokens,

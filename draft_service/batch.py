@@ -50,6 +50,8 @@ class Bucket:
             Field("seed_hi", (b,), "uint32"),
             Field("temperature", (b,), "float32"),
             Field("pick_positions", (b,)),  # of the tokens picked at the roots
+            Field("max_levels", (b,)),
+            Field("least_reach", (b,), "float32"),
             Field("num_copies", (1,)),
             Field("copy_from", (b,)),  # pages; the first num_copies count
             Field("copy_to", (b,)),
@@ -78,6 +80,8 @@ def pack(works: Sequence[SequenceWork], packing: Packing, bucket: Bucket) -> Int
             v["last_rows"][slot] = row - 1
         v["guessed"][slot, : work.guessed.size] = work.guessed
         v["num_guessed"][slot] = work.guessed.size
+        v["max_levels"][slot] = work.max_levels
+        v["least_reach"][slot] = work.least_reach
         if work.noise is not None:
             v["seed_lo"][slot] = work.noise.seed & 0xFFFFFFFF
             v["seed_hi"][slot] = work.noise.seed >> 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common.tensors import is_finite
 from common.types import ErrorCode, FeatureRows, SequenceFailure, TreeShape
 from draft_service.commands import Extend, Open, Rollback
 from draft_service.limits import DraftLimits
@@ -65,7 +66,9 @@ def check_rollback(command: Rollback, sequence: DraftSequence) -> None:
 
 
 def check_features(block: FeatureRows, sequence: DraftSequence, limits: DraftLimits) -> None:
-    """INVALID for rows of another width, or for positions that the sequence will never have."""
+    """INVALID for rows of another width, for positions that the sequence will never have, and for
+    values that are no numbers: their KV rows would be found by other sequences, too.
+    """
     width = int(block.rows.shape[1])
     if width != limits.feature_size:
         raise _invalid(f"row_width: {width} sent, {limits.feature_size} expected", sequence)
@@ -76,6 +79,9 @@ def check_features(block: FeatureRows, sequence: DraftSequence, limits: DraftLim
             " the sequence's max_total_tokens",
             sequence,
         )
+    if not is_finite(block.rows):
+        message = f"data: rows [{block.position}, {end}) hold NaN or infinity; verify made them so"
+        raise _invalid(message, sequence)
 
 
 def shape_within(asked: TreeShape | None, most: TreeShape) -> TreeShape:

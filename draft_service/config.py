@@ -14,6 +14,8 @@ from common.types import TreeShape
 SPARE_NODES = 3
 """Nodes grown beyond those sent, for each outcome: some hang on others that are not sent."""
 
+_TREE = TreeShape()
+
 
 class DraftConfig(DeviceConfig):
     """Settings of the draft service: an EAGLE-3 head, which grows trees of likely tokens."""
@@ -31,7 +33,9 @@ class DraftConfig(DeviceConfig):
         (), description="Captured boundaries, as 2,15,27, where the head's files are wrong."
     )
     aux_reading: Literal["", "boundaries", "outputs"] = Field(
-        "", description="How to read the head's layer ids; empty: as its files say."
+        "",
+        description="What the layer ids in the head's files mean: boundaries (streams that enter"
+        " the layers) or outputs (those that leave them); empty: as the files say.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of weights, KV and features; the features' as verify sends them."
@@ -41,9 +45,20 @@ class DraftConfig(DeviceConfig):
         description="native: the matrices in --dtype; int8: in 8 bits with a scale for each output,"
         " half of bfloat16's bytes a level.",
     )
-    max_depth: int = Field(5, ge=1, le=16, description="Levels of a tree below its root.")
-    top_k: int = Field(4, ge=1, le=32, description="Children per node, and nodes kept per level.")
-    max_nodes: int = Field(16, ge=2, le=128, description="Nodes of a tree, root included.")
+    max_depth: int = Field(
+        _TREE.max_depth, ge=1, le=16, description="Levels of a tree below its root."
+    )
+    top_k: int = Field(
+        _TREE.top_k, ge=1, le=32, description="Children per node, and nodes kept per level."
+    )
+    max_nodes: int = Field(
+        _TREE.max_nodes, ge=2, le=128, description="Nodes of a tree, root included."
+    )
+    levels: Literal["auto", "all"] = Field(
+        "auto",
+        description="Levels of a tree that are grown; auto: while the chance of reaching the next"
+        " one is worth its time, as measured; all: max_depth.",
+    )
     attention_window_tokens: int = Field(
         0,
         ge=0,

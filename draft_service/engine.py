@@ -26,7 +26,7 @@ from common.group.wire import Array
 from common.log import get_logger
 from common.types import TreeShape
 from draft_service.batch import Bucket, pack, unpack_tree
-from draft_service.expand import Prefix, expand
+from draft_service.expand import Growth, Prefix, expand
 from draft_service.feature_words import num_words, take_rows
 from draft_service.int8 import reading_int8
 from draft_service.scoring import score, turn_output_table
@@ -44,6 +44,9 @@ from models.layers import Params
 from models.sharding import PAGES_SPEC, WHOLE_SPEC, parameter_specs, split_over
 
 _logger = get_logger("draft.engine")
+
+REPEATS = 4
+"""Runs of a step whose time is measured."""
 
 EXTEND_ROWS = (32, 128, 512, 2048)
 """Row buckets of steps that only extend, up to max_extend_rows."""
@@ -158,6 +161,39 @@ class DeviceEngine:
         """Every bucket's program on no sequences: the first run of each is slower than the rest."""
         for bucket in self._buckets:
             self._launch(bucket, [])
+
+    def measure_levels(self) -> tuple[tuple[int, float], ...]:
+        """Seconds of one further level, by the sequences of a step, rising. To be called before
+        anybody owns a page: the made-up pairs are written to the first ones.
+        """
+        found = []
+        for bucket in self._buckets:
+            levels = self.config.tree.max_depth - 1
+            if not bucket.drafts or bucket.num_guessed or not levels:
+                continue
+            shallow, deep = (
+                self._fastest(bucket, max_levels) for max_levels in (1, self.config.tree.max_depth)
+            )
+            found.append((bucket.num_sequences, max(0.0, deep - shallow) / levels))
+        return tuple(found)
+
+    def _fastest(self, bucket: Bucket, max_levels: int) -> float:
+        """Seconds of a full step: what disturbs one only ever makes it longer."""
+        count = min(bucket.num_sequences, self.config.num_pages)
+        works = [
+            SequenceWork(
+                sequence_id=b"", tokens=np.zeros(1, np.int32),
+                features=np.zeros((1, self.head.feature_size), self._feature_dtype),
+                kv_len=0, page_ids=np.array([page], np.int32), drafts=True, max_levels=max_levels,
+            )
+            for page in range(count)
+        ]  # fmt: skip
+        times = []
+        for _ in range(REPEATS):
+            begun = time.perf_counter()
+            self._launch(bucket, works)
+            times.append(time.perf_counter() - begun)
+        return min(times)
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
         """See `step.DraftEngine.run`."""
@@ -280,6 +316,7 @@ class DeviceEngine:
                 chip=self.config.chip,
                 stem=stem,
                 noise=_noise(x),
+                growth=Growth(x["max_levels"], _as_float(x["least_reach"])),
             )
             return pages, _packed(tree)
 
@@ -326,11 +363,15 @@ class DeviceEngine:
         return outs, pages
 
 
+def _as_float(words: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(words, jnp.float32)
+
+
 def _noise(x: dict[str, jax.Array]) -> SharedNoise:
     return SharedNoise(
         seed_lo=lax.bitcast_convert_type(x["seed_lo"], jnp.uint32),
         seed_hi=lax.bitcast_convert_type(x["seed_hi"], jnp.uint32),
-        temperature=lax.bitcast_convert_type(x["temperature"], jnp.float32),
+        temperature=_as_float(x["temperature"]),
         positions=x["pick_positions"],
     )
 

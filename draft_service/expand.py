@@ -6,12 +6,16 @@ token with its parent's output state) under ancestor bits; every node proposes `
 scored parent + log-softmax; the best `top_k` of them all are the next frontier, and all are
 candidates.
 
+Levels are grown one after the other while the sequences want more and the frontier is likely
+enough to be reached (draft_service/levels.py); what was not grown is no candidate.
+
 What the head computes for tree nodes lives in this program alone: it never enters the pages.
 Axes: B sequences, K top_k, C candidates, H hidden.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -47,6 +51,16 @@ class Stem(NamedTuple):
 
     rows: jax.Array
     lens: jax.Array
+
+
+class Growth(NamedTuple):
+    """How far to grow. max_levels int32 [B]: levels that a sequence wants, at least 1; the step
+    grows what any of them wants. least_reach float32 [B]: chances of the frontier; no further level
+    is grown once the mean of what is reached is below the mean of these.
+    """
+
+    max_levels: jax.Array
+    least_reach: jax.Array
 
 
 class Frontier(NamedTuple):
@@ -88,6 +102,16 @@ class Candidates(NamedTuple):
     tokens: jax.Array
 
 
+class Grown(NamedTuple):
+    """Where growing stands: the next level from 1, what it starts from, and the children of all
+    levels, [D-1, B, K²].
+    """
+
+    level: jax.Array
+    carry: Level
+    below: Candidates
+
+
 def pool_size(shape: TreeShape) -> int:
     """C: candidates of a whole draft."""
     return shape.top_k + (shape.max_depth - 1) * shape.top_k**2
@@ -106,8 +130,9 @@ def expand(
     chip: Chip | None,
     stem: Stem | None = None,
     noise: SharedNoise | None = None,
+    growth: Growth | None = None,
 ) -> BuiltTree:
-    """B trees of up to shape.max_nodes nodes.
+    """B trees of up to shape.max_nodes nodes; `growth`: None for shape.max_depth levels.
 
     last_states [B, H] and last_logits float32 [B, draft vocabulary]: of each sequence's last pair,
     or the end of its stem; root_tokens int32 [B]; `noise`: that the target will pick with. Slots at
@@ -140,19 +165,31 @@ def expand(
     spec = config.local_attention
     rows_shape = (config.num_layers, batch, num_rows, spec.num_kv_heads, 2 * spec.head_dim)
 
-    def next_level(carry: Level, level: jax.Array) -> tuple[Level, Candidates]:
+    def next_level(state: Grown) -> Grown:
+        level = state.level
         first = num_stem + (level - 1) * k
         place = (level - 1) if stem is None else stem.lens + (level - 1)
         at = Place(level, first, prefix.kv_lens + place)
-        return _expand_level(config, params, prefix, carry, at, noise, backend, chip)
+        carry, children = _expand_level(
+            config, params, prefix, state.carry, at, noise, backend, chip
+        )
+        below = jax.tree.map(
+            lambda all_levels, new: lax.dynamic_update_index_in_dim(all_levels, new, level - 1, 0),
+            state.below,
+            children,
+        )
+        return Grown(level + 1, carry, below)
 
     # A loop and not an unrolled chain: one level is compiled, however deep the tree.
     rows = jnp.zeros(rows_shape, last_states.dtype)
     if stem is not None:
         rows = rows.at[:, :, :num_stem].set(stem.rows)
-    start = Level(frontier, rows)
-    levels = jnp.arange(1, shape.max_depth, dtype=jnp.int32)
-    _, below = lax.scan(next_level, start, levels)
+    below = _no_candidates(shape.max_depth - 1, batch, k * k)
+    if shape.max_depth > 1:
+        live = jnp.arange(batch, dtype=jnp.int32) < prefix.num_live
+        start = Grown(jnp.int32(1), Level(frontier, rows), below)
+        more = partial(_pays, shape.max_depth, live, growth)
+        below = lax.while_loop(more, next_level, start).below
 
     def pool(first: jax.Array, rest: jax.Array) -> jax.Array:
         """[B, C] of [B, K] and [D-1, B, K²]."""
@@ -167,6 +204,26 @@ def expand(
         max_depth=shape.max_depth,
         backend=backend,
     )
+
+
+def _no_candidates(num_levels: int, batch: int, num_children: int) -> Candidates:
+    shape = (num_levels, batch, num_children)
+    return Candidates(
+        scores=jnp.full(shape, -jnp.inf, jnp.float32),
+        parents=jnp.full(shape, -1, jnp.int32),
+        tokens=jnp.zeros(shape, jnp.int32),
+    )
+
+
+def _pays(max_depth: int, live: jax.Array, growth: Growth | None, state: Grown) -> jax.Array:
+    """Whether a further level is grown; `live` bool [B]."""
+    pays = state.level < max_depth
+    if growth is None:
+        return pays
+    wanted = state.level < jnp.where(live, growth.max_levels, 0).max()
+    reach = jnp.exp(state.carry.frontier.scores).sum(axis=1)
+    spare = jnp.where(live, reach - growth.least_reach, 0.0).sum()
+    return pays & wanted & (spare > 0)
 
 
 def _expand_level(

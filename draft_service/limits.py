@@ -24,6 +24,7 @@ class DraftLimits:
     max_draft_rows: int  # pairs of one sequence in a step that drafts
     max_extend_rows: int  # pairs in a step that only extends
     shared_noise: bool = True  # candidates are ordered with the target's noise
+    level_seconds: tuple[tuple[int, float], ...] = ()  # by sequences of a step; none: grow all
     max_outcomes: int = 0  # of a round, that trees are grown for ahead of its result
     recent_rows: int = 32  # feature rows kept behind the KV, to draft again after a Rollback
     max_waiting_bytes: int = 64 << 20  # feature rows that wait for tokens, gaps or a step

@@ -224,6 +224,11 @@ class DraftMachine:
         if command.begun and sequence.begun == command.round:
             return  # a repetition
         checks.check_extend(command, sequence, self._limits)
+        if sequence.wished_at is not None:
+            self._stepper.level_rule.note_round(
+                now - sequence.wished_at, len(command.tokens), sequence.drafting_seconds
+            )
+        sequence.wished_at, sequence.drafting_seconds = now, 0.0
         known = _foreseen(sequence, command) if command.begun else None
         sequence.tokens += command.tokens
         sequence.forget_foresight()

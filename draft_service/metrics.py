@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from common.metrics import Metrics, RisingCounter, integer_buckets, power_buckets
 from common.types import ErrorCode, TreeShape
@@ -90,14 +90,14 @@ class DraftMetrics:
     def note_bad_block(self) -> None:
         self._bad_blocks.inc()
 
-    def note_events(self, events: Iterable[Event]) -> None:
-        nodes, queue_seconds = self._nodes.observe, self._queue_seconds.observe
+    def note_events(self, events: Sequence[Event]) -> None:
+        grown = [event.grown for event in events if isinstance(event, TreeReady)]
+        self._nodes.alone.observe_all([each.tree.num_nodes for each in grown])
+        self._queue_seconds.alone.observe_all([each.queue_seconds for each in grown])
+        if len(grown) == len(events):  # nearly always
+            return
         for event in events:
-            if isinstance(event, TreeReady):  # nearly all of them
-                grown = event.grown
-                nodes(grown.tree.num_nodes)
-                queue_seconds(grown.queue_seconds)
-            elif isinstance(event, Foreseen):
+            if isinstance(event, Foreseen):
                 self._foreseen.inc(len(event.outcomes))
             elif isinstance(event, Failed):
                 self._errors.labels(event.code.name.lower()).inc()

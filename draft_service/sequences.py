@@ -57,6 +57,8 @@ class DraftSequence:
     grown: GrownTree | None = None  # unacknowledged
     foresight: Foresight | None = None  # trees to grow for the round after the present one
     foreseen: ForeseenTrees | None = None  # those grown
+    wished_at: float | None = None  # the last Extend
+    drafting_seconds: float = 0.0  # from then until its tree was grown
     begun: int | None = None  # the last round that verify began with a foreseen tree
     deferred: deque[tuple[int, Command]] = field(default_factory=deque)  # behind a running step
 

@@ -25,6 +25,8 @@ FeatureArray = npt.NDArray[Any]
 
 NONE_GUESSED: Int32Array = np.zeros(0, np.int32)
 
+ALL_LEVELS = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class NoiseKey:
@@ -47,8 +49,10 @@ class SequenceWork:
     root of the tree is the last of `tokens`; or, with `guessed` int32 [m], tokens that are thought
     to follow and have no features yet, the last of those: the head reads them on its own states,
     and what it computes for them never enters the pages. `noise`: that children are ordered with;
-    None: by the head's probabilities alone. `page_copy`: a page of others and one of
-    `page_ids`, into which the first is copied, all layers, before anything else happens.
+    None: by the head's probabilities alone. `max_levels`: of the tree below its root;
+    `least_reach`: no level below nodes that are less likely reached (draft_service/levels.py).
+    `page_copy`: a page of others and one of `page_ids`, into which the first is copied, all layers,
+    before anything else happens.
     """
 
     sequence_id: bytes
@@ -60,6 +64,8 @@ class SequenceWork:
     drafts: bool
     guessed: Int32Array = field(default_factory=lambda: NONE_GUESSED)
     noise: NoiseKey | None = None
+    max_levels: int = ALL_LEVELS
+    least_reach: float = 0.0
 
     @property
     def num_rows(self) -> int:

@@ -16,6 +16,7 @@ from common.fencing import Registry
 from common.types import DraftTree, TreeShape
 from draft_service.events import Event, Evicted, Foreseen, GrownTree, TreeReady
 from draft_service.foresight import ForeseenTrees, Foresight, Outcome, likeliest_outcomes
+from draft_service.levels import LevelRule
 from draft_service.limits import DraftLimits
 from draft_service.residency import Residency, eviction_order
 from draft_service.sequences import DraftSequence, PendingTree
@@ -59,6 +60,7 @@ class Stepper:
         self._registry = registry
         self._residency = residency
         self._launched: dict[bytes, list[_Launched]] = {}
+        self.level_rule = LevelRule(limits.level_seconds)
         self._extend_is_due = False
 
     @property
@@ -181,8 +183,11 @@ class Stepper:
                 self._residency.cut(sequence, sequence.num_pairs - 1)
                 sequence.features.feed_again(sequence.features_from + sequence.num_pairs - 1)
             if self._reserve(sequence, sequence.num_pairs, events):
-                works.append(self._launch(sequence, sequence.kv_len, sequence.num_pairs, True, now))
-        return works
+                work = self._launch(sequence, sequence.kv_len, sequence.num_pairs, True, now)
+                assert sequence.pending is not None
+                works.append(replace(work, max_levels=_levels(sequence.pending)))
+        least_reach = self.level_rule.least_reach(len(works))
+        return [replace(work, least_reach=least_reach) for work in works]
 
     def _extend(
         self, ready: list[DraftSequence], others_draft: bool, now: float, events: list[Event]
@@ -226,7 +231,9 @@ class Stepper:
                     sequence, None, sequence.committed_len, now, wish, outcome
                 )
                 works.append(replace(work, guessed=as_tokens(outcome)))
-        return works
+        longest = max((work.guessed.size for work in works), default=0)
+        levels = self.level_rule.levels_ahead(len(works), int(longest))
+        return works if levels is None else [replace(work, max_levels=levels) for work in works]
 
     def _reserve(self, sequence: DraftSequence, num_pairs: int, events: list[Event]) -> bool:
         """Pages up to `num_pairs`, putting others out if it must, itself if that does not help."""
@@ -305,8 +312,14 @@ class Stepper:
             step_seconds=step_seconds,
             queue_seconds=max(0.0, at - wish.since),
         )
+        sequence.drafting_seconds = sequence.grown.queue_seconds + step_seconds
         sequence.foresight = foresee(wish, tree, at)
         events.append(tree_ready(sequence, sequence.grown))
+
+
+def _levels(wish: PendingTree) -> int:
+    """Levels to grow for a wish: one more than is sent where outcomes are to be foreseen."""
+    return wish.shape.max_depth + bool(wish.max_outcomes)
 
 
 def foresee(wish: PendingTree, grown: DraftTree, now: float) -> Foresight | None:

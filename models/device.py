@@ -34,6 +34,8 @@ def set_up_jax(config: DeviceConfig) -> None:
                 " set it to nothing"
             ) from error
         update("jax_compilation_cache_dir", str(directory))
+    else:
+        update("jax_enable_compilation_cache", False)
     if config.num_hosts > 1:
         _join_hosts(config)
     try:

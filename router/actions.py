@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from common.types import TopLogprobs
 from router.errors import Failure
@@ -48,8 +48,7 @@ class RoundTrace:
     verify_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
+class Emitted(NamedTuple):
     """Tokens that are final, and the text that they made final."""
 
     tokens: Sequence[int]

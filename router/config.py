@@ -84,9 +84,15 @@ class RouterConfig(ServiceConfig):
         description="Tokens of load that a verify may have more than the least loaded one for each"
         " prompt token that it has seen already; 0: placement by load and pages alone.",
     )
-    tree_depth: int = Field(6, ge=1, le=64, description="Default depth of trees.")
-    tree_top_k: int = Field(8, ge=1, le=64, description="Default children considered per node.")
-    tree_nodes: int = Field(16, ge=1, le=256, description="Default nodes of a tree with the root.")
+    tree_depth: int = Field(
+        0, ge=0, le=64, description="Depth of trees, unless asked; 0: the draft's."
+    )
+    tree_top_k: int = Field(
+        0, ge=0, le=64, description="Children considered per node, unless asked; 0: the draft's."
+    )
+    tree_nodes: int = Field(
+        0, ge=0, le=256, description="Nodes of a tree with its root, unless asked; 0: the draft's."
+    )
     tree_seconds: float = Field(
         0.5, gt=0, le=60, description="Wait for a tree before a round goes without one."
     )
@@ -166,6 +172,7 @@ class RouterConfig(ServiceConfig):
 
     @property
     def default_tree(self) -> TreeShape:
+        """Zeros: as the draft has it."""
         return TreeShape(
             max_depth=self.tree_depth, top_k=self.tree_top_k, max_nodes=self.tree_nodes
         )

@@ -30,6 +30,9 @@ class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
         """The text that this token makes final; may be empty."""
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The text that they make final, one after the other."""
+
     def finish(self) -> str:
         """What is still held and whole. Call once, after the last token."""
 
@@ -88,6 +91,9 @@ class _ByteLevelDetokenizer:
     def push(self, token_id: int) -> str:
         return self._decode(self._token_bytes(token_id))
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return self._decode(b"".join(map(self._token_bytes, token_ids)))
+
     def finish(self) -> str:
         return ""  # what the decoder still holds is an unfinished character
 
@@ -120,6 +126,9 @@ class _WindowDetokenizer:
             return ""
         self._run.clear()
         return self._give(text)
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.push, token_ids))
 
     def finish(self) -> str:
         text = self._decoding.decode(self._window)

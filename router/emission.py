@@ -37,6 +37,11 @@ class Emission:
 
     def take(self, tokens: Sequence[int]) -> Taken:
         """Appends a round's tokens up to where the generation ends, if it ends in them."""
+        if self._stop_ids.isdisjoint(tokens) and len(tokens) < self.room:  # nearly always
+            text = self._text.push_all(tokens)
+            if text is not None:
+                self.tokens += tokens
+                return Taken(len(tokens), text, None)
         pieces: list[str] = []
         for num_taken, token in enumerate(tokens, 1):
             self.tokens.append(token)

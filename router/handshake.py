@@ -114,9 +114,9 @@ def served(
         default_max_tokens=config.default_max_tokens,
         max_tree=most,
         default_tree=TreeShape(
-            max_depth=min(unasked.max_depth, most.max_depth),
-            top_k=min(unasked.top_k, most.top_k),
-            max_nodes=min(unasked.max_nodes, most.max_nodes),
+            max_depth=min(unasked.max_depth or most.max_depth, most.max_depth),
+            top_k=min(unasked.top_k or most.top_k, most.top_k),
+            max_nodes=min(unasked.max_nodes or most.max_nodes, most.max_nodes),
         ),
         max_choices=min(config.max_choices, config.max_running),
     )

@@ -142,6 +142,10 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
                 self._filled.set()
             self._outbox.append((command, num_tokens))
 
+    @property
+    def has_commands(self) -> bool:
+        return bool(self._outbox)
+
     async def flush(self) -> None:
         """Returns once the outbox was handed to the transport, or the link is down."""
         while self.peer.linked and self._outbox:
@@ -253,17 +257,20 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
 
     async def _write(self, call: Any) -> None:
         """What is ready at this moment goes in one frame; a slow transport makes fuller ones."""
-        counts = self.counts
         while True:
             await self._filled.wait()
-            batch = self._next_batch()
-            frame = self._frame(batch)
-            counts.num_frames_sent += 1
-            counts.num_commands_sent += len(batch)
+            frame = self.next_frame()
             self._listener.on_sent(self.role, self._asked_at)
             await write(call, frame)
             if not self._outbox:
                 self._emptied.set()
+
+    def next_frame(self) -> Any:
+        """The commands that are ready, as one message of the stream."""
+        batch = self._next_batch()
+        self.counts.num_frames_sent += 1
+        self.counts.num_commands_sent += len(batch)
+        return self._frame(batch)
 
     def _next_batch(self) -> list[CommandMessage]:
         batch: list[CommandMessage] = []

@@ -103,7 +103,10 @@ class GenerationMachine:
         self.num_foreseen_rounds = 0  # their tree was grown before the last result
         self.num_undrafted_rounds = 0  # verify advised against a tree
         self._settings = settings
+        self._most_of_a_tree = _most_of_a_tree(generation.tree, settings.max_tree_nodes)
         self._emission = Emission(generation, text)
+        self.tokens = self._emission.tokens
+        """Prompt and all emitted."""
         self._tree = Tree.root_only(self.tokens[-1])
         self._depths: Sequence[int] = (0,)
         self._tree_wanted = False
@@ -125,11 +128,6 @@ class GenerationMachine:
         )
 
     # -- for the service
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and all emitted."""
-        return self._emission.tokens
 
     @property
     def num_emitted(self) -> int:
@@ -502,7 +500,7 @@ class GenerationMachine:
         if depths is None or tree.tokens[0] != self.tokens[-1]:
             draft.on_malformed_tree(self.round)
             return self._go_root_only(now)
-        most = self._most_of_a_tree()
+        most = self._most_of_a_tree
         # A path of d nodes emits d + 1 tokens.
         depth = min(most.max_depth, self._emission.room - 1)
         capped = tree.capped(depths, most.max_nodes, depth)
@@ -511,21 +509,16 @@ class GenerationMachine:
             assert depths is not None
         return self._send(capped, depths, now)
 
-    def _most_of_a_tree(self) -> TreeShape:
-        assert self.generation.tree is not None
-        shape = self.generation.tree
-        return replace(shape, max_nodes=min(shape.max_nodes, self._settings.max_tree_nodes))
-
     def _on_foreseen(self, draft: DraftSide, event: TreesForeseen, now: float) -> list[Action]:
         """Trees for the round behind the one that verify runs, or, late, for the one that waits."""
         if event.epoch != draft.epoch:
             return []
         if self.phase is Phase.RESULT and event.round == self.round + 1:
-            outcomes = self._foresight.keep(event, self._most_of_a_tree())
+            outcomes = self._foresight.keep(event, self._most_of_a_tree)
             may_run_on = not self.paused and self._verify.link_up and bool(outcomes)
             return [ToVerify(self._verify.foresee(event.round, outcomes))] if may_run_on else []
         if self.phase is Phase.TREE and event.round == self.round:
-            self._foresight.keep(event, self._most_of_a_tree())
+            self._foresight.keep(event, self._most_of_a_tree)
             known = self._foresight.find(self.round, self._last_tokens)
             if known is not None:
                 self.num_foreseen_rounds += 1
@@ -581,3 +574,9 @@ class GenerationMachine:
         field: str = "",
     ) -> list[Action]:
         return [Failed(Failure(kind, message, retry_seconds, field)), *self._end()]
+
+
+def _most_of_a_tree(asked: TreeShape | None, max_nodes: int) -> TreeShape:
+    """What is sent of a tree at most: as asked for, within what verify takes."""
+    shape = TreeShape() if asked is None else asked
+    return replace(shape, max_nodes=min(shape.max_nodes, max_nodes))

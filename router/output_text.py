@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from router.detokenizer import Detokenizer
 from router.stops import StopStrings
 
@@ -24,6 +26,12 @@ class OutputText:
         """
         text = self._detokenizer.push(token_id)
         return self._stops.push(text) if may_stop else text
+
+    def push_all(self, token_ids: Sequence[int]) -> str | None:
+        """Several tokens at one time; None, and nothing done, where stop strings are to be looked
+        for: then it matters which token completes one.
+        """
+        return None if self._stops.any else self._detokenizer.push_all(token_ids)
 
     def finish(self) -> str:
         """What was held back. Nothing once a stop string has matched."""

@@ -1,7 +1,7 @@
-"""What the router counts in every round: plain additions, turned into metrics when asked for.
+"""What the router counts in every round: values put down, turned into metrics when asked for.
 
-At 64 sequences there are tens of thousands of rounds a second; so a round costs about a
-microsecond here, and what follows from the distribution of emitted tokens is derived at the scrape.
+At 64 sequences there are tens of thousands of rounds a second; so a round costs half a microsecond
+here, and what follows from the distribution of emitted tokens is derived at the scrape.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ COUNTERS = {
     "spec_decode_num_accepted_tokens": "Tree nodes accepted",
     "root_only_rounds": "Rounds without a tree although speculation was on",
 }
+_ROUNDS_UNTIL_BOUND = 256
+"""A round puts down six values at most; so few rounds pass before a long list is noticed."""
+
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 
 
@@ -32,7 +35,7 @@ class RoundMetrics(Collector):
         self._metrics = metrics
         self._accept_length = metrics.histogram(
             "spec_accept_length", "Tokens emitted by a round", integer_buckets(MAX_EMITTED)
-        ).labels("")
+        ).alone
         waits = metrics.histogram(
             "round_seconds",
             "A round's time, by where it went: draft, verify (queue and step), transport",
@@ -45,7 +48,10 @@ class RoundMetrics(Collector):
             "inter_token_seconds",
             "From one round's tokens to the next's; tokens come in bursts, so see"
             " time_per_output_token_seconds beside it",
-        ).labels("")
+        ).alone
+        self.series = (self._accept_length, self._draft, self._verify, self._transport, self._gaps)
+        self._until_bound = _ROUNDS_UNTIL_BOUND
+        self.token_gap = self._gaps.defer
         self._num_trees = self._num_nodes = self._num_root_only = 0
         for name, help_text in COUNTERS.items():
             metrics.declare("counter", name, help_text)
@@ -56,29 +62,31 @@ class RoundMetrics(Collector):
     # -- RoundObserver
 
     def emitted(self, num_emitted: int, num_drafted: int, root_only: bool) -> None:
-        self._accept_length.observe(num_emitted)
+        self._accept_length.defer(num_emitted)
         if num_drafted:
             self._num_trees += 1
             self._num_nodes += num_drafted
         elif root_only:
             self._num_root_only += 1
+        self._until_bound -= 1
+        if not self._until_bound:
+            self._until_bound = _ROUNDS_UNTIL_BOUND
+            for series in self.series:
+                series.bound()
 
     def waited_for_draft(self, draft_seconds: float, transport_seconds: float) -> None:
-        self._draft.observe(draft_seconds)
-        self._transport.observe(transport_seconds)
+        self._draft.defer(draft_seconds)
+        self._transport.defer(transport_seconds)
 
     def waited_for_verify(self, verify_seconds: float, transport_seconds: float) -> None:
-        self._verify.observe(verify_seconds)
-        self._transport.observe(transport_seconds)
-
-    def token_gap(self, seconds: float) -> None:
-        self._gaps.observe(seconds)
+        self._verify.defer(verify_seconds)
+        self._transport.defer(transport_seconds)
 
     # -- Collector
 
     def collect(self) -> Iterable[Metric]:
         # A round of n tokens accepted the nodes at depths 0 to n-2.
-        counts = list(self._accept_length.counts)  # [n]: rounds of n tokens
+        counts, _ = self._accept_length.snapshot()  # [n]: rounds of n tokens
         at_least = [sum(counts[n:]) for n in range(len(counts))]
         figures = {
             "spec_decode_num_drafts": self._num_trees,

@@ -8,13 +8,7 @@ from typing import Protocol
 
 from router.messages import RoundResult
 
-
-def _count(counts: list[int], start: int, end: int) -> None:
-    """Adds one at each place of [start, end), growing the list."""
-    if end > len(counts):
-        counts.extend([0] * (end - len(counts)))
-    for index in range(start, end):
-        counts[index] += 1
+_NO_TREE = -1
 
 
 class RoundObserver(Protocol):
@@ -42,14 +36,13 @@ class RoundStatistics:
     num_drafted: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
-    num_drafted_per_depth: list[int] = field(default_factory=list)
-    num_accepted_per_depth: list[int] = field(default_factory=list)
-    num_emitted_histogram: list[int] = field(default_factory=list)
     num_rollbacks: int = 0
     num_root_only_rounds: int = 0
     num_emitted_first: int = 0
     num_cached_tokens: int = 0  # of the prompt, found computed by verify
     observer: RoundObserver | None = None
+    alike: dict[tuple[int, int], int] = field(default_factory=dict)
+    """How many rounds went as deep and emitted as much: (depth of the tree's used part, tokens)."""
 
     def add_round(self, depths: Sequence[int], result: RoundResult, wanted_tree: bool) -> None:
         """`depths`: of the tree that was sent; [0]: the root alone.
@@ -63,17 +56,43 @@ class RoundStatistics:
         self.num_rounds += 1
         self.num_emitted += num_emitted
         self.num_accepted += num_emitted - 1
-        _count(self.num_emitted_histogram, num_emitted - 1, num_emitted)
         used = depths[: result.num_nodes] or (0,)
         if self.observer is not None:
             root_only = wanted_tree and len(depths) == 1
             self.observer.emitted(num_emitted, len(used) - 1, root_only)
+        deepest = _NO_TREE
         if len(depths) == 1:
             self.num_root_only_rounds += wanted_tree
-            return
-        self.num_drafted += len(used) - 1
-        _count(self.num_drafted_per_depth, 0, max(used))
-        _count(self.num_accepted_per_depth, 0, num_emitted - 1)
+        else:
+            self.num_drafted += len(used) - 1
+            deepest = max(used)
+        kind = (deepest, num_emitted)
+        self.alike[kind] = self.alike.get(kind, 0) + 1
+
+    @property
+    def num_drafted_per_depth(self) -> list[int]:
+        """[d]: rounds whose tree went deeper than d."""
+        return self._at_least([(deepest, n) for (deepest, _), n in self.alike.items()])
+
+    @property
+    def num_accepted_per_depth(self) -> list[int]:
+        """[d]: rounds with a tree that accepted a node at depth d below the root, from 0."""
+        trees = [(emitted - 1, n) for (deepest, emitted), n in self.alike.items() if deepest >= 0]
+        return self._at_least(trees)
+
+    @property
+    def num_emitted_histogram(self) -> list[int]:
+        """[n]: rounds that emitted n + 1 tokens."""
+        counts = [0] * max((emitted for _, emitted in self.alike), default=0)
+        for (_, emitted), number in self.alike.items():
+            counts[emitted - 1] += number
+        return counts
+
+    @staticmethod
+    def _at_least(lengths: Sequence[tuple[int, int]]) -> list[int]:
+        """[d]: how many of the (length, number) are longer than d."""
+        longest = max((length for length, _ in lengths), default=0)
+        return [sum(n for length, n in lengths if length > d) for d in range(longest)]
 
     @property
     def acceptance_length(self) -> float:

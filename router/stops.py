@@ -21,6 +21,10 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
+    @property
+    def any(self) -> bool:
+        return bool(self._stops)
+
     def push(self, piece: str) -> str:
         """The text that is safe now. Once `matched` is set, the text has ended."""
         if not self._stops:

@@ -7,11 +7,10 @@ it on: three numpy arrays per tree and back cost more than all else that it does
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(NamedTuple):
     """N nodes, the root first; `parents[0]` is 0 and means nothing, else `parents[i] < i`."""
 
     tokens: Sequence[int]

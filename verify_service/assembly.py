@@ -60,6 +60,7 @@ def assemble(config: VerifyConfig, group: Leader | None) -> Assembly:
     engine, identity = build_engine(config, group)
     if group is not None:
         group.await_ready(facts_of(engine, identity))
+    # Whatever the tree budget: who asks for GetVerifyInfo, as for sizing, is told of them.
     step_times = step_curve.measure(engine)
     for point in step_times:
         _logger.info("step time", **asdict(point))

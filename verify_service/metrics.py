@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from common.metrics import Metrics, RisingCounter, integer_buckets, power_buckets
 from common.types import ErrorCode
@@ -84,16 +84,15 @@ class VerifyMetrics:
     def note_failed_step(self) -> None:
         self._failures.inc()
 
-    def note_events(self, events: Iterable[Event]) -> None:
-        emitted, nodes = self._emitted.observe, self._nodes.observe
-        queue_seconds = self._queue_seconds.observe
+    def note_events(self, events: Sequence[Event]) -> None:
+        results = [event.result for event in events if isinstance(event, RoundDone)]
+        self._emitted.alone.observe_all([len(result.tokens) for result in results])
+        self._nodes.alone.observe_all([result.num_nodes for result in results])
+        self._queue_seconds.alone.observe_all([result.queue_seconds for result in results])
+        if len(results) == len(events):  # nearly always
+            return
         for event in events:
-            if isinstance(event, RoundDone):  # nearly all of them
-                result = event.result
-                emitted(len(result.tokens))
-                nodes(result.num_nodes)
-                queue_seconds(result.queue_seconds)
-            elif isinstance(event, Failed):
+            if isinstance(event, Failed):
                 self._errors.labels(event.code.name.lower()).inc()
             elif isinstance(event, Preempted):
                 self._preempted.inc()

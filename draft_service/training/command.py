@@ -64,10 +64,10 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument("--max-tokens", type=int, default=192, help="of a response [%(default)s]")
     parser.add_argument("--max-prompt-tokens", type=int, default=320, help="longer: left out")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
     parser.add_argument("--batch", type=int, default=32, help="sequences at once [%(default)s]")
     parser.add_argument("--limit", type=int, help="use only the first prompts")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
 
 
 def generate_data(parsed: argparse.Namespace) -> int:
@@ -103,8 +103,8 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=8, help="answers to take [%(default)s]")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer [%(default)s]")
     parser.add_argument("--max-prompt-tokens", type=int, default=320, help="longer: left out")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
     parser.add_argument("--max-depth", type=int, default=5, help="of a tree [%(default)s]")
     parser.add_argument("--top-k", type=int, default=4, help="children a node [%(default)s]")
     parser.add_argument("--max-nodes", type=int, default=16, help="root included [%(default)s]")
@@ -114,7 +114,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="try the neighbouring layers even where the head's files are sure of theirs",
     )
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
 
 
 def check(parsed: argparse.Namespace) -> int:

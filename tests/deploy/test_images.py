@@ -6,6 +6,7 @@ then put to work, and asked as `helm test` asks.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +22,10 @@ from tests.deploy.conftest import ROOT, Render, named, pods, tool
 
 DOCKER = ROOT / "deploy/docker"
 SERVICES = ("router", "draft", "verify")
+PACKAGES = """
+from importlib.metadata import distributions
+print(*sorted({found.metadata["Name"].lower() for found in distributions()}))
+"""
 
 
 def locked(name: str) -> dict[str, str]:
@@ -75,29 +80,98 @@ def test_the_router_has_no_jax_in_it() -> None:
     assert not packages & {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu", "torch"}
 
 
-@pytest.fixture(scope="module")
-def router_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The environment of the router's image, made by its Dockerfile's steps."""
-    directory = tmp_path_factory.mktemp("router-image")
-    context = directory / "context"  # what .dockerignore lets through
+def build_stage(service: str) -> list[tuple[str, str]]:
+    """Instruction and text of the first stage, in order."""
+    text = (DOCKER / f"{service}.Dockerfile").read_text()
+    lines = re.sub(r"^#.*\n", "", text, flags=re.M).replace("\\\n", "").splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.endswith(" AS build"))
+    end = next(i for i, line in enumerate(lines) if i > begin and line.startswith("FROM "))
+    parts = (line.split(" ", 1) for line in lines[begin + 1 : end] if line)
+    return [(instruction, rest) for instruction, rest in parts]
+
+
+def copy_context(place: Path) -> None:
+    """What .dockerignore lets through."""
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         for path in ROOT.glob(line[1:]) if line.startswith("!") else ():
-            place = context / path.relative_to(ROOT)
-            place.parent.mkdir(parents=True, exist_ok=True)
+            copy = place / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
-                shutil.copytree(path, place, ignore=shutil.ignore_patterns("__pycache__"))
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(path, copy, ignore=ignored, dirs_exist_ok=True)
             else:
-                shutil.copy(path, place)
-    subprocess.run([sys.executable, "-m", "venv", str(directory / "venv")], check=True, timeout=120)
-    python = str(directory / "venv/bin/python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
-    hashed = [*pip, "--require-hashes", "--only-binary=:all:"]
-    locks = [part for name in ("router", "build") for part in ("-r", f"{DOCKER / name}.lock")]
-    subprocess.run([*hashed, *locks], check=True, timeout=300)
-    subprocess.run(
-        [*pip, "--no-deps", "--no-build-isolation", "."], check=True, timeout=300, cwd=context
-    )
-    return python
+                shutil.copy(path, copy)
+
+
+def make_environment(service: str, directory: Path, **arguments: str) -> str:
+    """The Python of the service's image: the commands of its Dockerfile's first stage, run in
+    `directory` with `arguments` for its ARGs. They are the file's own but for the two folders.
+    """
+    source, opt = directory / "src", directory / "opt"
+    source.mkdir()
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    environment.pop("PYTHONPATH", None)
+    for instruction, text in build_stage(service):
+        if instruction == "ARG":
+            name, _, default = text.partition("=")
+            environment[name] = arguments.get(name, default)
+        elif instruction == "COPY" and text == "deploy/docker/*.lock locks/":
+            (source / "locks").mkdir()
+            for lock in DOCKER.glob("*.lock"):
+                shutil.copy(lock, source / "locks")
+        elif instruction == "COPY" and text == ". .":
+            copy_context(source)
+        elif instruction == "RUN":
+            command = text.replace("/opt/canopy", str(opt))
+            command = re.sub(r"^python ", f"{sys.executable} ", command)
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=source, env=environment, capture_output=True,
+                text=True, timeout=1500,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+        else:
+            assert (instruction, text) in (
+                ("WORKDIR", "/src"),
+                ("ENV", "PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1"),
+            ), f"{service}.Dockerfile: what is {instruction} {text}?"
+    return str(opt / "bin/python")
+
+
+@pytest.fixture(scope="module")
+def router_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The environment of the router's image."""
+    return make_environment("router", tmp_path_factory.mktemp("router-image"))
+
+
+def test_nothing_is_left_in_the_routers_environment_that_installs(router_python: str) -> None:
+    packages = subprocess.run(
+        [router_python, "-c", PACKAGES], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
+    assert {"canopy-spec", "grpcio"} <= set(packages)
+    assert not {"pip", "setuptools", "jax", "jaxlib", "flax"} & set(packages)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # half a gigabyte to fetch and unpack
+@pytest.mark.parametrize("accelerator", ["cpu", "tpu"])
+def test_the_engines_environment_starts_both_services(tmp_path: Path, accelerator: str) -> None:
+    """Verify's and the draft's images are made by the same commands."""
+    assert build_stage("verify") == build_stage("draft")
+    python = make_environment("verify", tmp_path, ACCELERATOR=accelerator)
+    packages = subprocess.run(
+        [python, "-c", PACKAGES], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
+    assert ("libtpu" in packages) == (accelerator == "tpu")
+    nowhere = {"verify": ["--model", "/no"], "draft": ["--head", "/no", "--target", "/no"]}
+    for service, flags in nowhere.items():
+        said = subprocess.run(
+            [python, "-m", f"{service}_service", *flags],
+            capture_output=True, text=True, timeout=120, cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        assert said.returncode != 0
+        assert "/no" in said.stderr.splitlines()[-1]  # jax is loaded, and the model looked for
+        assert "Traceback" not in said.stderr
 
 
 def test_the_routers_environment_serves_and_asks(

@@ -182,7 +182,7 @@ def test_expired_deadline_gives_back_its_pages(
 
 def test_concurrent_answers_equal_answers_alone(client: Client) -> None:
     prompts = [[Message("user", f"Name {n} animals.")] for n in (2, 3, 4, 5)]
-    options = Options(max_tokens=24, token_ids=True)
+    options = Options(max_tokens=12, token_ids=True)
     alone = [client.generate(prompt, options).token_ids for prompt in prompts]
     together: dict[int, tuple[int, ...]] = {}
 
@@ -199,10 +199,14 @@ def test_concurrent_answers_equal_answers_alone(client: Client) -> None:
 
 # -- a stack of its own, started and ended
 
+SMALL_STEPS = ("--max-sequences=4", "--max-prefill-tokens=16", "--max-step-tokens=32")
+"""Few programs: a quick start."""
+
 
 @pytest.fixture
 def own_stack(model: Path, head: Path) -> Iterator[Stack]:
-    with Stack(StackSettings(model=model, head=head, show_logs=False)) as running:
+    flags = {"verify": SMALL_STEPS}
+    with Stack(StackSettings(model=model, head=head, flags=flags, show_logs=False)) as running:
         yield running
 
 
@@ -223,7 +227,7 @@ def test_sigterm_lets_the_running_answer_finish(own_stack: Stack) -> None:
 
 
 def test_health_turns_from_not_serving_to_serving(model: Path) -> None:
-    flags = ("--model", str(model), "--port", "0", "--metrics-port", "0")
+    flags = ("--model", str(model), "--port", "0", "--metrics-port", "0", *SMALL_STEPS)
     child = Child("verify", flags, show_logs=False)
     try:
         deadline = time.monotonic() + 600

@@ -22,7 +22,7 @@ from models.sharding import model_mesh
 from models.target import load_target
 from verify_service.engine import DeviceEngine, EngineConfig
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 EIGHT_HEADS = "eight_heads"
 ENGINE = EngineConfig(
     num_pages=32,
@@ -31,8 +31,8 @@ ENGINE = EngineConfig(
     max_context_len=64,
     max_tree_nodes=10,
     max_depth=3,
-    row_buckets=(128,),
-    max_rows=128,
+    row_buckets=(96,),
+    max_rows=96,
 )
 
 

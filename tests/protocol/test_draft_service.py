@@ -188,6 +188,14 @@ async def test_a_failure_is_an_entry_of_its_own_sequence(service: Any) -> None:
     await send(feature_call, bad)
     (failed,) = await events(call, 1)
     assert failed.error.code == types_pb2.SEQUENCE_ERROR_CODE_INVALID
+    for poison in (np.nan, np.inf):
+        spoilt = features.copy()
+        spoilt[1, 2] = poison
+        await send(feature_call, block(ONE, spoilt, 0, 3))
+        (failed,) = await events(call, 1)
+        assert failed.sequence_id == ONE
+        assert failed.error.code == types_pb2.SEQUENCE_ERROR_CODE_INVALID
+        assert "rows [0, 3) hold NaN or infinity" in failed.error.message
     # The sequence goes on as if nothing had come.
     await send(feature_call, block(ONE, features, 0, 3))
     await write(call, extended(ONE, 0, 4, []))

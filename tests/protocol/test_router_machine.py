@@ -6,6 +6,7 @@ Whatever happens, the tokens are the target's own, once each and in order.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -33,6 +34,9 @@ class NumberText:
 
     def push(self, token_id: int) -> str:
         return f"{token_id} "
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.push, token_ids))
 
     def finish(self) -> str:
         return ""

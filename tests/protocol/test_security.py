@@ -213,3 +213,16 @@ def test_files_that_cannot_be_used_are_named_at_start(files: Files, model: Path)
         RouterConfig.load(flags, environ={})
     with pytest.raises(StartupError, match="peer_ca: cannot read"):
         CallerSecurity(ca=Path("/nowhere/ca")).check("peer_")
+
+
+def test_a_file_without_a_certificate_is_no_authority(files: Files, model: Path) -> None:
+    files.write("empty", "-----no certificate in here-----\n")
+    empty = Path(files.path("empty"))
+    message = r"holds no certificate; give the PEM file"
+    with pytest.raises(StartupError, match=f"tls_ca: .*empty {message}"):
+        CallerSecurity(ca=empty).check("tls_")
+    mtls = ServerTls(
+        cert=Path(files.path("server_cert")), key=Path(files.path("server_key")), client_ca=empty
+    )
+    with pytest.raises(StartupError, match=f"tls_client_ca: .*empty {message}"):
+        mtls.credentials()

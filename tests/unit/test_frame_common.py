@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args, get_origin
 
 import ml_dtypes
 import numpy as np
@@ -23,8 +23,11 @@ from common.entry import run_program, stoppable
 from common.errors import ConfigError, StartupError
 from common.log import get_logger, set_up_logging
 from common.metrics import Metrics, integer_buckets, power_buckets
-from common.tensors import FeatureDtype, FeaturePiece, join_piece, split_rows
+from common.tensors import FeatureDtype, FeaturePiece, is_finite, join_piece, split_rows
 from common.types import FeatureRows
+from draft_service.config import DraftConfig
+from router.config import RouterConfig
+from verify_service.config import VerifyConfig
 
 
 class VerifyLike(ServiceConfig):
@@ -120,6 +123,34 @@ def test_broken_file_is_one_line(tmp_path: Path, text: str) -> None:
     file = write(tmp_path / "c.yaml", text)
     assert "is not a YAML mapping" in message_of(["--config", file, "--model", "m"])
     assert "no file" in message_of(["--config", str(tmp_path / "none.yaml"), "--model", "m"])
+
+
+def test_a_key_twice_in_the_file_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.yaml", "port: 1\nmodel: x\nport: 2\n")
+    assert message_of(["--config", file]) == (
+        f"config: {file} sets port more than once; keep one of each"
+    )
+
+
+def test_a_service_misspelt_in_the_environment_is_refused() -> None:
+    message = message_of(["--model", "m"], {"CANOPY_VERFIY_PORT": "1"})
+    assert message == (
+        "CANOPY_VERFIY_PORT: no service is named verfiy; did you mean CANOPY_VERIFY_PORT?"
+    )
+    others = {"CANOPY_ROUTER_PORT": "1", "CANOPY_HOME": "/x", "CANOPY_SERVICE_HOST": "10.0.0.1"}
+    assert (
+        VerifyLike.load(["--model", "m"], environ=others).port == VerifyLike(model=Path("m")).port
+    )
+
+
+@pytest.mark.parametrize("config", [RouterConfig, DraftConfig, VerifyConfig])
+def test_every_setting_has_a_help_text_that_names_its_choices(config: type[ServiceConfig]) -> None:
+    shown = " ".join(config._parser("canopy serve").format_help().split())
+    for name, field in config.model_fields.items():
+        assert field.description, name
+        assert "--" + name.replace("_", "-") in shown
+        for choice in get_args(field.annotation) if get_origin(field.annotation) is Literal else ():
+            assert choice in shown
 
 
 def test_startup_error_becomes_one_line_and_its_exit_code(
@@ -249,3 +280,11 @@ def test_malformed_piece_is_refused_by_field(
     piece = FeaturePiece(b"s", 0, 0, num_rows, row_width, FeatureDtype.FLOAT32, data)
     with pytest.raises(ValueError, match=words):
         join_piece(piece, 2)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@given(st.lists(st.floats(width=32), min_size=1, max_size=6))
+def test_rows_with_nan_or_infinity_are_told_from_numbers(dtype: type, values: list[float]) -> None:
+    with np.errstate(over="ignore"):
+        rows = np.array([values, values[::-1]], np.float32).astype(dtype)
+    assert is_finite(rows) == bool(np.isfinite(rows).all())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as LibraryHistogram
 
-from common.metrics import SECONDS_BUCKETS, Metrics, RisingCounter
+from common.metrics import MAX_PENDING, SECONDS_BUCKETS, Metrics, RisingCounter
 from router.metrics import RouterMetrics
 from tools import metrics_doc
 
@@ -64,33 +65,90 @@ def test_histogram_counts_as_the_librarys_does(values: list[float]) -> None:
     theirs = LibraryHistogram(
         "canopy_x_wait_seconds", "W", ["where"], buckets=SECONDS_BUCKETS, registry=registry
     ).labels("a")
-    for value in values:
+    for value in values * 60:  # beyond what is kept uncounted
         ours.observe(value)
         theirs.observe(value)
     assert generate_latest(metrics.registry) == generate_latest(registry)
 
 
-def test_a_scrape_beside_a_writer_is_consistent() -> None:
-    metrics = Metrics("x")
-    series = metrics.histogram("n_tokens", "N", (1.0, 2.0)).labels("")
+def test_a_scrape_in_the_midst_of_a_scrape_counts_each_value_once() -> None:
+    series = Metrics("x").histogram("n_tokens", "N", (1.0, 2.0)).alone
+    others: list[threading.Thread] = []
+
+    class Interrupted(list[float]):
+        """Between the copy of its values and their removal another thread has its turn."""
+
+        def __getitem__(self, index: Any) -> Any:
+            taken = super().__getitem__(index)
+            if not others:
+                others.append(threading.Thread(target=write_and_scrape))
+                others[0].start()
+                others[0].join(0.05)  # it may have to wait for us
+            return taken
+
+    def write_and_scrape() -> None:
+        series.observe(1.5)
+        series.snapshot()
+
+    series._pending = Interrupted([0.5])
+    series.snapshot()
+    others[0].join()
+    assert series.snapshot() == ([1, 1, 0], 2.0)
+
+
+def test_counts_never_fall_while_several_scrape() -> None:
+    series, num_written = Metrics("x").histogram("n_tokens", "N", (1.0, 2.0)).alone, 0
     done = threading.Event()
 
     def write() -> None:
+        nonlocal num_written
         while not done.is_set():
             series.observe(1.5)
+            series.defer(1.5)
+            series.observe_all([1.5, 1.5])
+            num_written += 4
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+    def scrape(seen: list[int]) -> None:
+        seen += [series.snapshot()[0][1] for _ in range(2000)]
+
+    counts: list[list[int]] = [[], []]
+    threads = [threading.Thread(target=scrape, args=(seen,)) for seen in counts]
     writer = threading.Thread(target=write)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     writer.start()
     try:
-        seen = [scraped(metrics)["canopy_x_n_tokens_count"] for _ in range(200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     finally:
         done.set()
         writer.join()
         sys.setswitchinterval(interval)
-    assert seen == sorted(seen)  # a count that fell would look like a restart
-    assert scraped(metrics)["canopy_x_n_tokens_count"] == series.total / 1.5
+    assert series.snapshot() == ([0, num_written, 0], num_written * 1.5)
+    for seen in counts:
+        assert seen == sorted(seen)  # one that fell would look like a restart
+
+
+def test_without_a_scrape_no_list_grows_for_ever() -> None:
+    metrics = Metrics("router")
+    rounds = RouterMetrics(metrics).rounds
+    num_rounds = 3 * MAX_PENDING
+    for _ in range(num_rounds):
+        rounds.waited_for_draft(0.02, 0.001)
+        rounds.waited_for_verify(0.02, 0.001)
+        rounds.emitted(3, 15, root_only=False)
+        rounds.token_gap(0.03)
+        waiting = [len(series._pending) for series in rounds.series]
+        assert max(waiting) < 2 * MAX_PENDING
+    assert scraped(metrics)["canopy_router_inter_token_seconds_count"] == num_rounds
+    alone = metrics.histogram("other_seconds", "O").alone
+    for _ in range(num_rounds):
+        alone.observe(0.02)
+        assert len(alone._pending) < MAX_PENDING
+        alone.observe_all([0.02] * 3)
+        assert len(alone._pending) < MAX_PENDING
 
 
 def test_speculation_counters_follow_from_the_rounds() -> None:

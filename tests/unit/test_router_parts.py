@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.router_parts import measure_rounds
+from canopy.v1 import draft_pb2, types_pb2, verify_pb2
 from common.errors import ConfigError, StartupError
+from common.types import TreeShape
+from draft_service.config import DraftConfig
 from router.chat import ChatTemplate, ChatTemplateError
 from router.config import RouterConfig
+from router.handshake import served
 from router.messages import RoundResult
 from router.prompts import encode
 from router.requests import Prompt
@@ -259,6 +264,23 @@ def test_settings_from_flags(tmp_path: Path) -> None:
     assert config.draft == ()
 
 
+def test_trees_that_nobody_asked_for_are_as_the_draft_has_them(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer(write_model(tmp_path / "model"))
+    verify = verify_pb2.GetVerifyInfoResponse(max_tree_nodes=64, max_context_len=512)
+    most = types_pb2.TreeShape(max_depth=9, top_k=7, max_nodes=33)
+    draft = draft_pb2.GetDraftInfoResponse(max_tree=most)
+    flags = ["--model", str(tmp_path), "--verify", "v:1"]
+    unset = served(RouterConfig.load(flags, environ={}), tokenizer, [verify], [draft])
+    assert unset.default_tree == TreeShape(max_depth=9, top_k=7, max_nodes=33)
+    narrow = RouterConfig.load([*flags, "--tree-nodes", "8"], environ={})
+    given = served(narrow, tokenizer, [verify], [draft])
+    assert given.default_tree == TreeShape(max_depth=9, top_k=7, max_nodes=8)
+    fields = DraftConfig.model_fields
+    assert TreeShape() == TreeShape(
+        **{name: fields[name].default for name in ("max_depth", "top_k", "max_nodes")}
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -266,7 +288,7 @@ def test_settings_from_flags(tmp_path: Path) -> None:
         (["--model", "m", "--verify", "host"], ["'host' is no address", "HOST:PORT"]),
         (["--model", "m", "--verify", "h:99999"], ["'h:99999' is no address"]),
         (["--model", "m", "--verify", ""], ["empty", "HOST:PORT"]),
-        (["--model", "m", "--verify", "h:1", "--tree-nodes", "0"], ["tree_nodes", "1"]),
+        (["--model", "m", "--verify", "h:1", "--tree-nodes", "-1"], ["tree_nodes", "0"]),
         (["--model", "m", "--verify", "h:1", "--tree-seconds", "nan"], ["tree_seconds"]),
     ],
 )
@@ -275,3 +297,13 @@ def test_wrong_settings_are_named(flags: list[str], words: list[str]) -> None:
         RouterConfig.load(flags, environ={})
     for word in words:
         assert word in str(failure.value)
+
+
+# -- what the benchmarks drive
+
+
+def test_the_measured_rounds_are_rounds_of_a_real_core() -> None:
+    """Each part is met in every round, or the table in docs/protocol.md would be of nothing."""
+    parts = asyncio.run(measure_rounds(num_sequences=3, num_rounds=4, nodes=8))
+    assert set(parts) == {"results_ms", "trees_ms", "frames_ms", "chunks_ms"}
+    assert all(milliseconds > 0 for milliseconds in parts.values())

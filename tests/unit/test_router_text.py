@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from tokenizers import Tokenizer
 
+from common.types import SamplingParams
 from router.detokenizer import Decoding, Detokenizer
+from router.emission import Emission
+from router.generation import Generation
 from router.output_text import OutputText
 from router.stops import StopStrings
 from tests.unit.router_tiny import IM_START, byte_fallback_tokenizer, byte_level_tokenizer
@@ -217,3 +221,43 @@ def test_stop_strings_hold_across_bytes(text: str, stops: list[str]) -> None:
             break
     shown += output.finish()
     assert (shown, output.matched_stop) == first_stop_by_hand(text, stops)
+
+
+# -- a round's tokens at one time
+
+
+class OneByOne(OutputText):
+    """Takes no tokens together."""
+
+    def push_all(self, token_ids: Sequence[int]) -> str | None:
+        return None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["bytes", "fallback"])
+def test_tokens_together_come_to_what_they_do_one_by_one(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    """Stop tokens, stop strings and the last token in the midst of a round included."""
+    ids = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=5)
+    generation = Generation(
+        request_id="r",
+        prompt_tokens=(5,),
+        sampling=SamplingParams(),
+        max_total_tokens=data.draw(st.integers(2, 24)),
+        stop_strings=data.draw(st.sampled_from([(), ("e",)])),
+        stop_token_ids=data.draw(st.sampled_from([(), tuple(range(0, 300, 9))])),
+    )
+    decoding = decoding_of(tokenizer)
+    together, one_by_one = (
+        Emission(generation, kind(decoding.detokenizer(), StopStrings(generation.stop_strings)))
+        for kind in (OutputText, OneByOne)
+    )
+    for tokens in data.draw(st.lists(ids, max_size=6)):
+        taken = together.take(tokens)
+        assert taken == one_by_one.take(tokens)
+        assert together.tokens == one_by_one.tokens
+        if taken.finished is not None:
+            return
+    assert together.finish() == one_by_one.finish()
