@@ -127,7 +127,7 @@ def _engine(
                 page_size=config.page_size_tokens,
                 max_context_len=config.max_context_tokens,
                 tree=config.grown_tree,
-                max_guessed=config.max_depth + 1 if config.draft_ahead else 0,
+                max_guessed=config.max_depth if config.draft_ahead else 0,
                 max_outcomes=config.draft_ahead,
                 max_sequences=config.max_step_sequences,
                 max_draft_rows=config.max_draft_tokens,

@@ -128,12 +128,14 @@ class DraftConfig(DeviceConfig):
 
     @property
     def grown_tree(self) -> TreeShape:
-        """What is grown: beyond the tree that is sent, the outcomes that it may have."""
+        """What is grown: beyond the tree that is sent, nodes for the outcomes that it may have. No
+        further level: all that wait for a tree would wait for it.
+        """
         if not self.draft_ahead:
             return self.tree
-        pool = self.top_k + self.max_depth * self.top_k**2 + 1
+        pool = self.top_k + (self.max_depth - 1) * self.top_k**2 + 1
         nodes = min(self.max_nodes + SPARE_NODES * self.draft_ahead, pool)
-        return TreeShape(max_depth=self.max_depth + 1, top_k=self.top_k, max_nodes=nodes)
+        return TreeShape(max_depth=self.max_depth, top_k=self.top_k, max_nodes=nodes)
 
     @property
     def tree(self) -> TreeShape:
