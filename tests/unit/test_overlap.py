@@ -67,7 +67,7 @@ def test_draft_ahead_hides_what_fits_and_waits_for_what_does_not() -> None:
 
 
 def test_draft_ahead_as_built_begins_rounds_where_trees_come_in_time() -> None:
-    few = replace(SCENARIO, batch=1, num_steps=300)
+    few = replace(SCENARIO, batch=1, num_steps=300, depth=5)
     built = BuiltRun(few, 6).run()
     assert built.hits > 10
     assert built.rate > SyncRun(few, budget=True).run().rate
