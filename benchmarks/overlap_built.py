@@ -4,9 +4,9 @@ As `overlap_sync`, and beside it: once a round's tree is out, and whenever verif
 by itself, the draft grows trees for the likeliest outcomes of that round, all sequences in one
 dispatch, when nobody waits for a tree; they reach verify half a round trip later as a Foresee. The
 outcomes' tokens are read first, a pass of the head each: a tree ahead takes as many more passes as
-the longest of its outcomes has tokens, and every tree one level more than is sent of it. A miss
-goes the synchronous way. That the router sends trees itself which come too late for verify is left
-out.
+the longest of its outcomes has tokens, and has the levels that the draft's `LevelRule` allows. A
+miss goes the synchronous way. That the router sends trees itself which come too late for verify is
+left out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks.overlap_sync import STREAM, Scenario, SyncRun, Tally
 from benchmarks.overlap_text import WIDTH
 from common.types import DraftTree
+from draft_service.levels import LevelRule
 from verify_service import commands, events
 
 Results = list[tuple[int, events.RoundResult]]
@@ -36,7 +37,10 @@ class Wish:
 class BuiltRun(SyncRun):
     def __init__(self, scenario: Scenario, num_outcomes: int) -> None:
         super().__init__(scenario, budget=True)
-        self._levels = scenario.depth + 1  # one more than is sent: the outcomes
+        each = scenario.costs.draft_seconds
+        self._rule = LevelRule([(n, each(WIDTH * n)) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)])
+        self._asked: dict[int, tuple[float, float]] = {}  # when, and seconds until the tree went
+        self._ahead: dict[int, tuple[int, Trees]] = {}  # the last trees ahead and their round
         self._num_outcomes = num_outcomes
         self._wishes: dict[int, Wish] = {}
         self._num_begun: list[int] = []
@@ -51,6 +55,7 @@ class BuiltRun(SyncRun):
             self._at(now + self._way(), lambda later: self._go_on(begun, later))
 
     def _go_on(self, begun: Results, now: float) -> None:
+        self._note(begun, now)
         self._wish(begun)
         self._draft(now)
 
@@ -61,12 +66,27 @@ class BuiltRun(SyncRun):
             stem = len(result.tokens) if result.next_begun else 0
             self._wishes[index] = Wish(result.round + 2, root, stem)
 
+    def _note(self, results: Results, now: float) -> None:
+        """As the draft's machine tells its rule when it hears of rounds."""
+        for index, result in results:
+            if index in self._asked:
+                since, drafting = self._asked[index]
+                self._rule.note_round(now - since, len(result.tokens), drafting)
+            self._asked[index] = now, 0.0
+            round_, trees = self._ahead.get(index, (0, {}))
+            if round_ == result.round + 1 and result.tokens in trees:
+                self._rule.note_ahead(result.next_begun)
+
     def _to_draft(self, results: Results, now: float) -> None:
+        self._note(results, now)
         for index, _ in results:
             self._wishes.pop(index, None)  # missed
         super()._to_draft(results, now)
 
     def _drafted(self, taken: Results, now: float) -> None:
+        for index, _ in taken:
+            since, _ = self._asked[index]
+            self._asked[index] = since, now - since
         self._wish(taken)
         super()._drafted(taken, now)
 
@@ -76,16 +96,23 @@ class BuiltRun(SyncRun):
             return
         self._draft_busy = True
         wishes, self._wishes = self._wishes, {}
-        grown = {index: (wish, self._trees(index, wish)) for index, wish in wishes.items()}
-        num_trees = sum(len(trees) for _, trees in grown.values())
-        longest = max((len(tokens) for _, trees in grown.values() for tokens in trees), default=0)
+        outcomes = {index: self._outcomes(index, wish) for index, wish in wishes.items()}
+        num_trees = sum(map(len, outcomes.values()))
+        longest = max((len(tokens) for each in outcomes.values() for tokens in each), default=0)
+        most = self._rule.levels_ahead(num_trees, longest)
+        levels = self._s.depth if most is None else min(most, self._s.depth)
+        grown = {
+            index: (wish, self._trees(index, wish, outcomes[index], levels))
+            for index, wish in wishes.items()
+        }
         costs = self._s.costs
         seconds = (1 + longest) * costs.draft_seconds(num_trees)
-        seconds += (self._levels - 1) * costs.draft_seconds(WIDTH * num_trees)
+        seconds += (levels - 1) * costs.draft_seconds(WIDTH * num_trees)
         self._at(now + seconds, lambda end: self._grown(grown, end))
 
     def _grown(self, wishes: dict[int, tuple[Wish, Trees]], now: float) -> None:
         self._draft_busy = False
+        self._ahead |= {index: (wish.round, trees) for index, (wish, trees) in wishes.items()}
         self._at(now + self._way(), lambda later: self._foresee(wishes, later))
         self._draft(now)
 
@@ -100,14 +127,19 @@ class BuiltRun(SyncRun):
         for event in self._machine.handle(STREAM, frame, now):
             raise AssertionError(event)
 
-    def _trees(self, index: int, wish: Wish) -> Trees:
-        s, text = self._s, self._texts[index]
-        outcomes = text.outcomes(
+    def _outcomes(self, index: int, wish: Wish) -> list[tuple[int, ...]]:
+        """None below a leaf as deep as trees are grown: nothing is grown there."""
+        s = self._s
+        likely = self._texts[index].outcomes(
             wish.root, s.depth, s.max_nodes, self._num_outcomes, size=s.max_nodes, stem=wish.stem
         )
+        return [tokens for tokens in likely if len(tokens) <= s.depth]
+
+    def _trees(self, index: int, wish: Wish, outcomes: list[tuple[int, ...]], levels: int) -> Trees:
+        text, size = self._texts[index], self._s.max_nodes
         trees = {}
         for tokens in outcomes:
-            grown = text.tree(wish.root + len(tokens), s.depth, s.max_nodes, len(tokens))
+            grown = text.tree(wish.root + len(tokens), levels, size, len(tokens))
             nodes = np.concatenate([np.array(tokens[-1:], np.int32), grown.tokens[1:]])
             trees[tokens] = DraftTree(nodes, grown.parents, grown.scores)
         return trees

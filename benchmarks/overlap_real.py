@@ -139,7 +139,7 @@ def tally_of(steps: Sequence[Step]) -> tuple[Tally, int]:
     return tally, len(pairs) - len(steady)
 
 
-def turns_of(scenario: Scenario, num_outcomes: int, steps: Sequence[Step]) -> tuple[float, float]:
+def turns_of(scenario: Scenario, steps: Sequence[Step]) -> tuple[float, float]:
     """Seconds that router, hosts and wires take of a round without a tree, which passes the router
     once, and of one with a tree, which passes it twice: medians of the first between two steps that
     both hold all sequences, so that nobody's turn is hidden behind another's step.
@@ -151,8 +151,7 @@ def turns_of(scenario: Scenario, num_outcomes: int, steps: Sequence[Step]) -> tu
             taken.append(later.begun - step.begun - step.seconds)
     if not waits[True]:
         raise StartupError("tokens: too few for a round of all sequences with a tree; ask for more")
-    levels = scenario.depth + (num_outcomes > 0)
-    stated = levels * scenario.costs.draft + scenario.rtt
+    stated = scenario.depth * scenario.costs.draft + scenario.rtt
     tree_turn = max(0.0, statistics.median(waits[True]) - stated)
     roots = waits[False]
     return statistics.median(roots) if roots else tree_turn / 2, tree_turn
@@ -182,7 +181,7 @@ def compare(scenario: Scenario, num_outcomes: int, num_tokens: int) -> dict[str,
     steps = run_real(scenario, num_outcomes, num_tokens)
     gap = OPEN_GAP if scenario.batch > 1 else 0.0
     stated = replace(scenario, num_steps=len(steps), open_gap=gap)
-    root_turn, tree_turn = turns_of(scenario, num_outcomes, steps)
+    root_turn, tree_turn = turns_of(scenario, steps)
     alike = replace(stated, root_turn=root_turn, tree_turn=tree_turn)
     tally, num_stalls = tally_of(steps)
     real = figures(tally)

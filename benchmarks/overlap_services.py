@@ -116,19 +116,19 @@ class SleepingHead:
         if not works[0].drafts:
             _sleep_until(begun + costs.draft_seconds(sum(work.num_rows for work in works)))
             return [draft_step.SequenceOutcome(tree=None) for _ in works]
-        outcomes = [draft_step.SequenceOutcome(tree=self._tree(work)) for work in works]
+        levels = min(self._grown.max_depth, max(work.max_levels for work in works))
+        outcomes = [draft_step.SequenceOutcome(tree=self._tree(work, levels)) for work in works]
         longest = max(int(work.guessed.size) for work in works)
         seconds = (1 + longest) * costs.draft_seconds(len(works))
-        seconds += (self._grown.max_depth - 1) * costs.draft_seconds(WIDTH * len(works))
+        seconds += (levels - 1) * costs.draft_seconds(WIDTH * len(works))
         _sleep_until(begun + seconds)
         return outcomes
 
-    def _tree(self, work: draft_step.SequenceWork) -> DraftTree:
+    def _tree(self, work: draft_step.SequenceWork, levels: int) -> DraftTree:
         sequence, position = (int(value) for value in work.features[-1])
         root = position + 1 + int(work.guessed.size)
         stem = int(work.guessed.size)
-        shape = self._grown
-        tree = self._texts[sequence].tree(root, shape.max_depth, shape.max_nodes, stem)
+        tree = self._texts[sequence].tree(root, levels, self._grown.max_nodes, stem)
         token = work.guessed[-1:] if work.guessed.size else work.tokens[-1:]
         return DraftTree(np.concatenate([token, tree.tokens[1:]]), tree.parents, tree.scores)
 

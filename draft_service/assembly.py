@@ -19,6 +19,7 @@ from common.tensors import FeatureDtype
 from draft_service.config import DraftConfig
 from draft_service.engine import DeviceEngine, EngineConfig
 from draft_service.info import DraftInfo
+from draft_service.int8 import quantise
 from draft_service.limits import DraftLimits
 from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
@@ -80,6 +81,8 @@ def build_engine(config: DraftConfig, group: Leader | None = None) -> tuple[Devi
             mesh=mesh,
         )
     head = with_window(head, config.attention_window_tokens)
+    if config.weights == "int8":
+        params = quantise(params)
     for choice in head.provenance:
         _logger.info(
             "head setting",
@@ -124,7 +127,7 @@ def _engine(
                 page_size=config.page_size_tokens,
                 max_context_len=config.max_context_tokens,
                 tree=config.grown_tree,
-                max_guessed=config.max_depth + 1 if config.draft_ahead else 0,
+                max_guessed=config.max_depth if config.draft_ahead else 0,
                 max_outcomes=config.draft_ahead,
                 max_sequences=config.max_step_sequences,
                 max_draft_rows=config.max_draft_tokens,

@@ -40,6 +40,11 @@ class DraftConfig(DeviceConfig):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of weights, KV and features; the features' as verify sends them."
     )
+    weights: Literal["native", "int8"] = Field(
+        "native",
+        description="native: the matrices in --dtype; int8: in 8 bits with a scale for each output,"
+        " half of bfloat16's bytes a level.",
+    )
     max_depth: int = Field(
         _TREE.max_depth, ge=1, le=16, description="Levels of a tree below its root."
     )
@@ -100,6 +105,11 @@ class DraftConfig(DeviceConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.weights == "int8" and self.tensor_parallel > 1:
+            raise ValueError(
+                f"weights: int8 and tensor_parallel {self.tensor_parallel}: scales are not split"
+                " over chips; set weights to native, or tensor_parallel to 1"
+            )
         most = self.top_k + (self.max_depth - 1) * self.top_k**2 + 1
         if self.max_nodes > most:
             raise ValueError(
@@ -118,12 +128,14 @@ class DraftConfig(DeviceConfig):
 
     @property
     def grown_tree(self) -> TreeShape:
-        """What is grown: beyond the tree that is sent, the outcomes that it may have."""
+        """What is grown: beyond the tree that is sent, nodes for the outcomes that it may have. No
+        further level: all that wait for a tree would wait for it.
+        """
         if not self.draft_ahead:
             return self.tree
-        pool = self.top_k + self.max_depth * self.top_k**2 + 1
+        pool = self.top_k + (self.max_depth - 1) * self.top_k**2 + 1
         nodes = min(self.max_nodes + SPARE_NODES * self.draft_ahead, pool)
-        return TreeShape(max_depth=self.max_depth + 1, top_k=self.top_k, max_nodes=nodes)
+        return TreeShape(max_depth=self.max_depth, top_k=self.top_k, max_nodes=nodes)
 
     @property
     def tree(self) -> TreeShape:

@@ -28,6 +28,7 @@ from common.types import TreeShape
 from draft_service.batch import Bucket, pack, unpack_tree
 from draft_service.expand import Growth, Prefix, expand
 from draft_service.feature_words import num_words, take_rows
+from draft_service.int8 import reading_int8
 from draft_service.scoring import score, turn_output_table
 from draft_service.shared_noise import SharedNoise
 from draft_service.stem import run_stem
@@ -275,7 +276,8 @@ class DeviceEngine:
         inputs = parameter_specs(self._params), PAGES_SPEC, WHOLE_SPEC
         split = split_over(self._mesh, self._make_step(bucket), inputs, (PAGES_SPEC, WHOLE_SPEC))
         step = jax.jit(split, donate_argnums=(1,))
-        program = step.lower(self._params, self._pages, buffer).compile()
+        with reading_int8():
+            program = step.lower(self._params, self._pages, buffer).compile()
         seconds = round(time.monotonic() - begun, 2)
         _logger.info("compiled", drafts=bucket.drafts, seconds=seconds, **sizes)
         self._programs[bucket] = program

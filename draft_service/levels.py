@@ -10,7 +10,8 @@ measured before the first request; s is the mean time between two wishes of a se
 tokens that came in it, so everything that a round costs is in it.
 
 Trees ahead are grown while verify works: they may have as many levels as fit in the time that a
-round spends away from the draft.
+round spends away from the draft, or in less of it: how much of that time is the network's is not
+known here, so the share falls with each tree that was right and came too late, and rises slowly.
 
 Deterministic, without a clock: times are arguments.
 """
@@ -21,6 +22,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 WEIGHT = 1 / 32  # of the newest round in the running means
+LATE, IN_TIME = 0.9, 1.02  # factors on the share of trees ahead
+LEAST_SHARE = 0.1
 MAX_MEANS = 4.0  # a longer round counts as so many mean ones: a client may have paused
 
 
@@ -32,6 +35,7 @@ class LevelRule:
         self._round_seconds = 0.0
         self._round_tokens = 0.0
         self._away_seconds = 0.0
+        self._share = 1.0
 
     def note_round(self, seconds: float, num_tokens: int, drafting_seconds: float) -> None:
         """A sequence wished again, `seconds` after it did before, with `num_tokens` new tokens;
@@ -48,6 +52,11 @@ class LevelRule:
         self._round_tokens += (num_tokens - self._round_tokens) * WEIGHT
         self._away_seconds += (away - self._away_seconds) * WEIGHT
 
+    def note_ahead(self, in_time: bool) -> None:
+        """A round came to an outcome that a tree was sent for; whether verify had it in time."""
+        factor = IN_TIME if in_time else LATE
+        self._share = min(1.0, max(LEAST_SHARE, self._share * factor))
+
     def least_reach(self, num_sequences: int) -> float:
         """Below this chance of being reached a level is not grown; 0: all are."""
         if not self._round_seconds:
@@ -59,7 +68,7 @@ class LevelRule:
         each = self.level_seconds(num_sequences)
         if not each or not self._round_seconds:
             return None
-        return max(1, int(self._away_seconds / each) - num_guessed)
+        return max(1, int(self._share * self._away_seconds / each) - num_guessed)
 
     def level_seconds(self, num_sequences: int) -> float:
         """Of a step's level, as measured for the next larger number of sequences."""

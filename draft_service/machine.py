@@ -229,7 +229,10 @@ class DraftMachine:
                 now - sequence.wished_at, len(command.tokens), sequence.drafting_seconds
             )
         sequence.wished_at, sequence.drafting_seconds = now, 0.0
-        known = _foreseen(sequence, command) if command.begun else None
+        foreseen = _foreseen(sequence, command)
+        if foreseen is not None:
+            self._stepper.level_rule.note_ahead(command.begun)
+        known = foreseen if command.begun else None
         sequence.tokens += command.tokens
         sequence.forget_foresight()
         shape = checks.shape_within(command.tree, sequence.shape)
@@ -359,7 +362,9 @@ class DraftMachine:
 
 
 def _foreseen(sequence: DraftSequence, command: Extend) -> DraftTree | None:
-    """The tree that verify has begun the round with, as it was grown."""
+    """The tree for what the round before came to, as it was grown: verify has begun with it, or
+    would have if it had been there.
+    """
     foreseen = sequence.foreseen
     if foreseen is None or foreseen.round != command.round:
         return None

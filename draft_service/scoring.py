@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from draft_service.int8 import LM_HEAD_SCALE, scaled_product
 from models.eagle3 import HeadConfig, head_logits
 from models.eagle3.module import Head
 from models.layers import Params
@@ -80,6 +81,8 @@ def _product(config: HeadConfig, params: Params, out: jax.Array) -> jax.Array:
     if not config.norm_output:
         own = {"final_norm": params["final_norm"]}
         normed = Head(config).apply({"params": own}, out, method="normed")
+    if LM_HEAD_SCALE in params:
+        return scaled_product(normed, params["lm_head_turned"], params[LM_HEAD_SCALE])
     product = (((1,), (0,)), ((), ()))
     return lax.dot_general(
         normed, params["lm_head_turned"], product, preferred_element_type=jnp.float32

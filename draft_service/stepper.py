@@ -185,7 +185,7 @@ class Stepper:
             if self._reserve(sequence, sequence.num_pairs, events):
                 work = self._launch(sequence, sequence.kv_len, sequence.num_pairs, True, now)
                 assert sequence.pending is not None
-                works.append(replace(work, max_levels=_levels(sequence.pending)))
+                works.append(replace(work, max_levels=sequence.pending.shape.max_depth))
         least_reach = self.level_rule.least_reach(len(works))
         return [replace(work, least_reach=least_reach) for work in works]
 
@@ -315,11 +315,6 @@ class Stepper:
         sequence.drafting_seconds = sequence.grown.queue_seconds + step_seconds
         sequence.foresight = foresee(wish, tree, at)
         events.append(tree_ready(sequence, sequence.grown))
-
-
-def _levels(wish: PendingTree) -> int:
-    """Levels to grow for a wish: one more than is sent where outcomes are to be foreseen."""
-    return wish.shape.max_depth + bool(wish.max_outcomes)
 
 
 def foresee(wish: PendingTree, grown: DraftTree, now: float) -> Foresight | None:

@@ -17,7 +17,7 @@ Deterministic, without a clock; seconds come from the measured curve and from th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -64,25 +64,27 @@ class TreeBudget:
         return [1 + int(n) for n in np.bincount(owner[taken], minlength=len(sizes))]
 
     def best_step(
-        self,
-        rounds: Sequence[PendingRound],
-        num_sequences: int,
-        wait: float,
-        *,
-        max_rows: int,
-        num_kv_tokens: int,
-    ) -> tuple[float, float]:
-        """Expected tokens and seconds of a step of so many sequences like those of `rounds`, with
-        the nodes that are best if `wait` seconds are spent besides. `num_kv_tokens`: of `rounds`.
+        self, rounds: Sequence[PendingRound], *, max_rows: int, num_kv_tokens: int
+    ) -> Callable[[int, float], tuple[float, float]]:
+        """(number of sequences, seconds spent besides) -> expected tokens and seconds of a step of
+        so many sequences like those of `rounds`, with the nodes that are best for it.
+
+        `num_kv_tokens`: of `rounds`.
         """
-        times = num_sequences / len(rounds)
+        roots = len(rounds)
         flat = -np.sort(-self._chances(rounds))
-        most = max(0, min(flat.size, int(max_rows / times) - len(rounds)))
-        emitted = times * (len(rounds) + np.concatenate([[0.0], np.cumsum(flat[:most])]))
-        num_rows = np.ceil(times * (len(rounds) + np.arange(most + 1))).astype(np.int64)
-        seconds = self._curve.seconds(num_rows, int(times * num_kv_tokens), num_sequences)
-        best = int(np.argmax(emitted / np.maximum(seconds + wait, 1e-9)))
-        return float(emitted[best]), float(seconds[best])
+        emitted_by_nodes = roots + np.concatenate([[0.0], np.cumsum(flat)])
+
+        def best(num_sequences: int, wait: float) -> tuple[float, float]:
+            times = num_sequences / roots
+            most = max(0, min(flat.size, int(max_rows / times) - roots))
+            emitted = times * emitted_by_nodes[: most + 1]
+            num_rows = np.ceil(times * (roots + np.arange(most + 1))).astype(np.int64)
+            seconds = self._curve.seconds(num_rows, int(times * num_kv_tokens), num_sequences)
+            count = int(np.argmax(emitted / np.maximum(seconds + wait, 1e-9)))
+            return float(emitted[count]), float(seconds[count])
+
+        return best
 
     def learn(self, verified: Sequence[tuple[PendingRound, Int32Array]]) -> None:
         """What came of a step: trees as they were cut, and their `accepted_nodes`."""

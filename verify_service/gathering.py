@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -93,9 +92,7 @@ class Gathering:
         if not ready or not expected:
             return now
         best, until, longest = LEAST_GAIN, now, 0.0
-        step = partial(
-            self._budget.best_step, ready, max_rows=max_rows, num_kv_tokens=num_kv_tokens
-        )
+        step = self._budget.best_step(ready, max_rows=max_rows, num_kv_tokens=num_kv_tokens)
         ends = [n for n, (a, b) in enumerate(pairwise(expected), 1) if b.due > a.due]
         for count in [*ends, len(expected)][:MOST_GROUPS]:
             due = expected[count - 1].due

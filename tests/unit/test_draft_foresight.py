@@ -164,7 +164,7 @@ def test_a_rollback_forgets_what_was_foreseen() -> None:
 def test_settings_grow_more_than_is_sent() -> None:
     config = DraftConfig(head="h", draft_ahead=2)
     assert config.tree == TreeShape(max_depth=5, top_k=4, max_nodes=16)
-    assert config.grown_tree == TreeShape(max_depth=6, top_k=4, max_nodes=22)
+    assert config.grown_tree == TreeShape(max_depth=5, top_k=4, max_nodes=22)
     assert DraftConfig(head="h").grown_tree == config.tree
 
 

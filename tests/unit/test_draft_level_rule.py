@@ -44,6 +44,20 @@ def test_trees_ahead_have_the_levels_that_fit_beside_verify() -> None:
     assert rule.levels_ahead(4, 20) == 1
 
 
+def test_trees_that_come_too_late_get_fewer_levels() -> None:
+    rule = LevelRule(SECONDS)
+    rule.note_round(0.02, 2, 0.0085)
+    for _ in range(5):
+        rule.note_ahead(in_time=False)
+    assert rule.levels_ahead(1, 2) == int(11 * 0.62) - 2
+    for _ in range(100):
+        rule.note_ahead(in_time=True)
+    assert rule.levels_ahead(1, 2) == 9
+    for _ in range(100):
+        rule.note_ahead(in_time=False)
+    assert rule.levels_ahead(1, 2) == 1
+
+
 def test_without_measured_levels_all_are_grown() -> None:
     rule = LevelRule()
     rule.note_round(0.02, 2, 0.01)

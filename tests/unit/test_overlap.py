@@ -67,11 +67,10 @@ def test_draft_ahead_hides_what_fits_and_waits_for_what_does_not() -> None:
 
 
 def test_draft_ahead_as_built_begins_rounds_where_trees_come_in_time() -> None:
-    few = replace(SCENARIO, batch=1, num_steps=300)
+    few = replace(SCENARIO, batch=1, num_steps=300, depth=5)
     built = BuiltRun(few, 6).run()
     assert built.hits > 10
-    # A miss costs the level that is grown for outcomes, one of 12 + 3 + 4 ms here.
-    assert built.rate > 0.95 * SyncRun(few, budget=True).run().rate
+    assert built.rate > SyncRun(few, budget=True).run().rate
     late = BuiltRun(replace(few, rtt=20e-3), 6).run()
     assert late.hits == 0
 

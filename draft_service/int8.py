@@ -1,0 +1,80 @@
+"""The head's matrices in 8 bits: half the bytes of bfloat16 that each level of a tree reads.
+
+Per output channel, symmetric: a column w of a matrix becomes round(w / s) in int8 and one float32
+s = max|w| / 127. The product is taken with the integers, which every float dtype of the head holds
+exactly, and scaled behind it: no dequantised matrix is kept. Norms, biases and the embedding, of
+which a row is read for each token, stay as they are; so do KV and states.
+
+The modules of `models.layers` know nothing of it: `reading_int8` stands in for `Linear` wherever a
+kernel has scales, while a program is traced.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from models.layers import Linear, Params, sum_over
+
+SCALE = "kernel_scale"
+LM_HEAD_SCALE = "lm_head_scale"
+_MOST = 127.0
+
+
+def quantise(params: Params) -> Params:
+    """A head's parameters, as `load_head` gives them, with int8 `kernel`s [in, out] and `lm_head`
+    [K, H], and beside them `kernel_scale` float32 [out] and `lm_head_scale` float32 [K].
+    """
+    lm_head, scale = _to_int8(params["lm_head"], axis=1)
+    tables = {"embedding": params["embedding"], "draft_to_target": params["draft_to_target"]}
+    modules = {k: v for k, v in params.items() if k not in (*tables, "lm_head")}
+    return {**_modules(modules), **tables, "lm_head": lm_head, LM_HEAD_SCALE: scale}
+
+
+def reading_int8() -> AbstractContextManager[Any]:
+    """Within it, `Linear`s whose kernels have scales multiply by them."""
+    return nn.intercept_methods(_read)
+
+
+def scaled_product(x: jax.Array, table: jax.Array, scale: jax.Array) -> jax.Array:
+    """float32 [T, K]: x [T, H] @ int8 table [H, K] · scale [K]."""
+    product = (((1,), (0,)), ((), ()))
+    whole = lax.dot_general(x, table.astype(x.dtype), product, preferred_element_type=jnp.float32)
+    return whole * scale
+
+
+def _modules(params: Params) -> Params:
+    changed: Params = {}
+    for name, value in params.items():
+        if isinstance(value, dict):
+            changed[name] = _modules(value)
+        elif name == "kernel":
+            changed[name], changed[SCALE] = _to_int8(value, axis=0)
+        else:
+            changed[name] = value
+    return changed
+
+
+def _to_int8(matrix: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """`axis`: the inputs'. A channel of zeros has scale 1."""
+    exact = matrix.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(exact), axis=axis, keepdims=True) / jnp.float32(_MOST)
+    scale = jnp.where(scale > 0, scale, jnp.float32(1.0))
+    return jnp.round(exact / scale).astype(jnp.int8), jnp.squeeze(scale, axis)
+
+
+def _read(following: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    module = context.module
+    called = isinstance(module, Linear) and context.method_name == "__call__"
+    if not called or not module.has_variable("params", SCALE):
+        return following(*args, **kwargs)
+    x: jax.Array = args[0]
+    kernel: jax.Array = module.get_variable("params", "kernel")
+    scale: jax.Array = module.get_variable("params", SCALE)
+    y = sum_over(scaled_product(x, kernel, scale), module.axis).astype(x.dtype)
+    return y + module.get_variable("params", "bias") if module.use_bias else y
