@@ -33,6 +33,7 @@ NEWEST_WEIGHT = 1 / 8
 DEVIATIONS = 2.0  # beyond the mean, a sequence is overdue
 MOST_OF_MEAN = 4.0  # a longer absence is a client's pause
 LEAST_GAIN = 1.02  # in tokens a second
+COMPANY_SHARE = 0.2  # of a prefill step's seconds, to wait for those it would hold up
 MOST_GROUPS = 4  # looked at; later ones are not waited for
 
 
@@ -101,6 +102,13 @@ class Gathering:
             if gain > best:
                 best, until = gain, due
         return until
+
+    def company_until(self, away: Sequence[Away], now: float, step_seconds: float) -> float:
+        """When to begin a step of prefill alone, of `step_seconds`: all who are away would wait for
+        its end, so it waits for them if that takes a small part of its time; else `now`.
+        """
+        due = max((each.due for each in map(self._expected, away)), default=now)
+        return due if now < due <= now + COMPANY_SHARE * step_seconds else now
 
     def _expected(self, away: Away) -> _Expected:
         known = self._absences.get(away.asked_tree)

@@ -48,8 +48,6 @@ from verify_service.stepper import Plan, Stepper
 
 MAX_DEFERRED = 16
 """Commands of one sequence that may wait behind a running step."""
-RECENT_SECONDS = 0.25
-"""A sequence that ended its round within this time may be back any moment."""
 NO_PICK = "the logits give no pick: not a number, infinite, or every token excluded"
 
 
@@ -74,6 +72,7 @@ class VerifyMachine:
         self._draining = False
         self._gate = gate
         self._gathering = None if budget is None else Gathering(budget)
+        self._pace = pace
 
     # -- what the service sees of it
 
@@ -127,11 +126,14 @@ class VerifyMachine:
             if sequence.pending is None and sequence.orphaned_since is None
         ]
         if self._gathering is None:
-            lately = any(now - sequence.paused_since < RECENT_SECONDS for sequence in away)
+            lately = any(sequence.is_briefly_away(now) for sequence in away)
             return max(now, deadline) if lately else now
         ready = [s for s in self._residency if s.pending is not None and not s.in_flight]
-        if not away or any(sequence.num_missing for sequence in ready):
-            return now  # a prompt is computed at once
+        if not away:
+            return now
+        missing = [sequence for sequence in ready if sequence.num_missing]
+        if missing:
+            return now if len(missing) < len(ready) else self._company_until(missing, away, now)
         return self._gathering.wait_until(
             [sequence.pending for sequence in ready if sequence.pending is not None],
             [_away(sequence) for sequence in away if sequence.turn is not None],
@@ -298,6 +300,17 @@ class VerifyMachine:
         sequence.pending = PendingRound.of(command.round, command.tree, max_depth, now)
         if self._gathering is not None and sequence.turn is not None:
             self._gathering.note_return(_away(sequence), now)
+
+    def _company_until(
+        self, prompts: Sequence[VerifySequence], away: Sequence[VerifySequence], now: float
+    ) -> float:
+        """When to begin a step that only computes prompts."""
+        if self._pace is None or self._gathering is None:
+            return now
+        rows = min(self._limits.max_prefill_tokens, sum(s.num_missing for s in prompts))
+        seconds = self._pace.step_seconds(rows, max(s.kv_len for s in prompts))
+        back = [_away(s) for s in away if s.turn is not None and s.is_briefly_away(now)]
+        return self._gathering.company_until(back, now, seconds)
 
     def _foresee(self, stream: int, command: Foresee) -> None:
         """Keeps trees for outcomes of the round that is pending or under way; others are late."""

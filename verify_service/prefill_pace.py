@@ -37,5 +37,9 @@ class PrefillPace:
             allowed = rows
         return allowed
 
+    def step_seconds(self, most: int, prompt_kv_tokens: int) -> float:
+        """Of a step of `most` prefill rows alone."""
+        return self._seconds(most, prompt_kv_tokens, 1)
+
     def _seconds(self, num_rows: int, num_kv_tokens: int, num_sequences: int) -> float:
         return float(self._curve.seconds(num_rows, num_kv_tokens, num_sequences))

@@ -71,6 +71,10 @@ class PendingRound:
         return int(self.depths.max())
 
 
+BRIEFLY_SECONDS = 0.25
+"""A sequence that ended its round within this time may be back any moment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Foreseen:
     """Trees that `round` may begin with, by what the round before it emits."""
@@ -140,6 +144,11 @@ class VerifySequence:
     @property
     def is_resident(self) -> bool:
         return self.slot != NO_SLOT
+
+    def is_briefly_away(self, now: float) -> bool:
+        """Whether it ended a round so lately that its next is likely on the way."""
+        waits = self.pending is None and self.orphaned_since is None and self.is_resident
+        return waits and now - self.paused_since < BRIEFLY_SECONDS
 
     @property
     def held_pages(self) -> list[int]:

@@ -90,10 +90,12 @@ class Stepper:
         if decoding:
             self._note_idle(now)
         blocks = [_Block(s, 1, s.pending) for s in decoding]
+        # Those whose next round is on its way wait for this step's end: they count, too.
+        others = decoding or [s for s in self._residency if s.is_briefly_away(now)]
         chunks = share_prefill(
             [self._rows_wanted(s) for s in prefilling],
-            len(decoding),
-            self._most_prefill(decoding, prefilling),
+            len(others),
+            self._most_prefill(others, prefilling),
             self._limits.max_step_tokens,
         )
         for sequence, rows in zip(prefilling, chunks, strict=True):

@@ -633,3 +633,19 @@ def test_budget_learns_by_a_probe_that_trees_pay() -> None:
         kv_len += len(done.tokens)
     assert used[0] == 1  # exp(-1) + exp(-2) beside 1 do not pay for 0.55 more
     assert used[-1] == 3
+
+
+def test_prefill_is_as_short_for_those_who_are_away_for_a_moment() -> None:
+    """Their next rounds wait for this step's end. Those who pause are not waited for."""
+    bench = Bench(max_prefill_tokens=4, max_step_tokens=16, max_sequences=2)
+    bench.open()
+    bench.steps()
+    bench.open(B, tuple(i % 7 for i in range(30)))
+    bench.now += 0.01
+    assert [work.num_rows for work in bench.launch().works] == [4]
+    bench = Bench(max_prefill_tokens=4, max_step_tokens=16, max_sequences=2)
+    bench.open()
+    bench.steps()
+    bench.open(B, tuple(i % 7 for i in range(30)))
+    bench.now += 10.0
+    assert [work.num_rows for work in bench.launch().works] == [16]

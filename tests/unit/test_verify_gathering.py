@@ -98,3 +98,14 @@ def test_those_who_come_ever_later_are_given_up() -> None:
     for start in range(50, 70):
         which.note_return(Away(start, False), start + 30.0)
     assert which.wait_until(roots(1), [Away(100.0, False)], 100.0, **LIMITS) == 100.0
+
+
+def test_a_prompts_step_waits_for_those_who_are_back_in_a_moment() -> None:
+    which = gathering(0.01)
+    learn(which, 0.002)
+    away = [Away(100.0, False), Away(100.0005, False)]
+    until = which.company_until(away, 100.001, step_seconds=0.3)
+    assert 100.002 < until < 100.02
+    assert which.company_until(away, 100.001, step_seconds=0.005) == 100.001  # not worth it
+    assert which.company_until(away, 101.0, step_seconds=0.3) == 101.0  # overdue
+    assert which.company_until([], 100.0, step_seconds=0.3) == 100.0
