@@ -86,6 +86,8 @@ def run(client: Client, arguments: argparse.Namespace) -> dict[str, object]:
     beside = seconds_to_first_token(client, prompt(arguments.prompt_tokens))
     over = time.perf_counter()
     stop.set()
+    for reader in readers:  # each ends its call at its next chunk
+        reader.join(60)
     quiet = [gap for reader in readers for gap in reader.gaps(quiet_from, sent)]
     disturbed = [gap for reader in readers for gap in reader.gaps(sent, over)]
     if not quiet or not disturbed:

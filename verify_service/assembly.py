@@ -36,6 +36,7 @@ from verify_service.draft_gate import DraftGate
 from verify_service.engine import DeviceEngine, EngineConfig
 from verify_service.info import VerifyInfo
 from verify_service.limits import VerifyLimits
+from verify_service.prefill_pace import PrefillPace
 from verify_service.step import StepPoint
 from verify_service.step_cost import StepCurve
 
@@ -49,6 +50,7 @@ class Assembly:
     info: VerifyInfo
     budget: TreeBudget | None
     gate: DraftGate | None
+    pace: PrefillPace | None
 
 
 LAYERS_PER_PROGRAM = 3
@@ -65,7 +67,9 @@ def assemble(config: VerifyConfig, group: Leader | None) -> Assembly:
     for point in step_times:
         _logger.info("step time", **asdict(point))
     limits, info = _limits(config, engine), _info(config, engine, identity, step_times)
-    return Assembly(engine, limits, info, _budget(config, step_times), _gate(config))
+    return Assembly(
+        engine, limits, info, _budget(config, step_times), _gate(config), _pace(config, step_times)
+    )
 
 
 def facts_of(engine: DeviceEngine, identity: Identity) -> dict[str, Any]:
@@ -198,6 +202,12 @@ def _budget(config: VerifyConfig, step_times: tuple[StepPoint, ...]) -> TreeBudg
     if config.tree_budget == "full":
         return None
     return TreeBudget(StepCurve.of(step_times), config.max_tree_depth)
+
+
+def _pace(config: VerifyConfig, step_times: tuple[StepPoint, ...]) -> PrefillPace | None:
+    if not config.max_prefill_slowdown:
+        return None
+    return PrefillPace(StepCurve.of(step_times), config.max_prefill_slowdown)
 
 
 def _gate(config: VerifyConfig) -> DraftGate | None:

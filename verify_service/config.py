@@ -46,6 +46,12 @@ class VerifyConfig(DeviceConfig):
     max_prefill_tokens: int = Field(
         48, ge=1, le=1024, description="Prefill rows of a step while other sequences decode."
     )
+    max_prefill_slowdown: float = Field(
+        8.0,
+        ge=0,
+        description="A step may take so many times longer for its prefill rows while other"
+        " sequences decode, by measured times; fewer rows then come in. 0: no bound.",
+    )
     max_tree_nodes: int = Field(64, ge=1, le=128, description="Nodes of a tree, root included.")
     max_tree_depth: int = Field(16, ge=1, le=64, description="Deeper nodes are cut.")
     tree_budget: Literal["auto", "full"] = Field(

@@ -38,6 +38,7 @@ from verify_service.events import Closed, Event, Failed, RoundDone, StateReport
 from verify_service.features import FeatureWindow
 from verify_service.gathering import Away, Gathering
 from verify_service.limits import VerifyLimits
+from verify_service.prefill_pace import PrefillPace
 from verify_service.prefix_cache import PrefixCounts
 from verify_service.registry import VerifyRegistry
 from verify_service.residency import Residency
@@ -54,7 +55,8 @@ NO_PICK = "the logits give no pick: not a number, infinite, or every token exclu
 
 class VerifyMachine:
     """`budget` chooses how much of each tree is verified; None: as much as a step holds. `gate`:
-    whether rounds should wait for trees; None: always.
+    whether rounds should wait for trees; None: always. `pace` bounds what prefill costs those who
+    decode; None: by rows alone.
     """
 
     def __init__(
@@ -62,11 +64,12 @@ class VerifyMachine:
         limits: VerifyLimits,
         budget: TreeBudget | None = None,
         gate: DraftGate | None = None,
+        pace: PrefillPace | None = None,
     ) -> None:
         self._limits = limits
         self._residency = Residency(limits)
         self._registry = VerifyRegistry(limits, self._residency)
-        self._stepper = Stepper(limits, self._registry, self._residency, budget, gate)
+        self._stepper = Stepper(limits, self._registry, self._residency, budget, gate, pace)
         self._with_features: dict[bytes, None] = {}  # sequences with rows to send, in turn
         self._draining = False
         self._gate = gate

@@ -46,7 +46,7 @@ class VerifyService(EngineService):
         group = await self._gather()
         assembly = await asyncio.to_thread(assemble, self._settings, group)
         loop = VerifyLoop(
-            VerifyMachine(assembly.limits, assembly.budget, assembly.gate),
+            VerifyMachine(assembly.limits, assembly.budget, assembly.gate, assembly.pace),
             assembly.engine,
             deliver=self._hub.deliver,
             on_features=self._hub.wake_receivers,

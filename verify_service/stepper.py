@@ -16,6 +16,7 @@ from verify_service.budget import TreeBudget
 from verify_service.draft_gate import DraftGate
 from verify_service.events import Event, Preempted, RoundDone, RoundResult
 from verify_service.limits import VerifyLimits
+from verify_service.prefill_pace import PrefillPace
 from verify_service.registry import VerifyRegistry
 from verify_service.residency import Residency
 from verify_service.scheduling import share_nodes, share_prefill
@@ -65,8 +66,10 @@ class Stepper:
         residency: Residency,
         budget: TreeBudget | None = None,
         gate: DraftGate | None = None,
+        pace: PrefillPace | None = None,
     ) -> None:
         self._limits = limits
+        self._pace = pace
         self._registry = registry
         self._residency = residency
         self._budget, self._gate = budget, gate
@@ -90,7 +93,7 @@ class Stepper:
         chunks = share_prefill(
             [self._rows_wanted(s) for s in prefilling],
             len(decoding),
-            self._limits.max_prefill_tokens,
+            self._most_prefill(decoding, prefilling),
             self._limits.max_step_tokens,
         )
         for sequence, rows in zip(prefilling, chunks, strict=True):
@@ -100,6 +103,20 @@ class Stepper:
         num_offered = sum(b.round.tree.num_nodes for b in blocks if b.round is not None)
         self._share_nodes(blocks)
         return Plan([self._launch(block, now) for block in blocks], events, num_offered)
+
+    def _most_prefill(
+        self, decoding: Sequence[VerifySequence], prefilling: Sequence[VerifySequence]
+    ) -> int:
+        """Prefill rows of a step, while others decode."""
+        most = self._limits.max_prefill_tokens
+        if self._pace is None or not decoding or not prefilling:
+            return most
+        return self._pace.rows(
+            most,
+            num_roots=len(decoding),
+            root_kv_tokens=sum(s.kv_len for s in decoding),
+            prompt_kv_tokens=max(s.kv_len for s in prefilling),
+        )
 
     def retire(
         self,
