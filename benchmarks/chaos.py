@@ -52,7 +52,7 @@ from benchmarks.chaos_streams import (
 )
 from benchmarks.lossless import MARGIN, first_difference, margin_at
 from benchmarks.prompts import GOLDENS, read_conversations
-from benchmarks.serving import one_line_errors, print_report
+from benchmarks.serving import add_flags_argument, one_line_errors, print_report
 from benchmarks.tiny_models import write_tiny_pair
 from canopy import library
 from canopy.client import Client
@@ -89,6 +89,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cancel-share", type=float, default=0.25, help="of the streams")
     parser.add_argument("--pause", type=float, default=8.0, help="seconds between kills, about")
     parser.add_argument("--silent-share", type=float, default=0.25, help="of the kills")
+    add_flags_argument(parser)
     parser.add_argument("--tiny", action="store_true", help="a tiny random model")
     parser.add_argument("--seed", type=int, default=1, help="of the trouble [%(default)s]")
     return parser.parse_args(argv)
@@ -113,6 +114,8 @@ def stack_settings(arguments: argparse.Namespace, folder: Path) -> StackSettings
     else:
         model = library.fetch_model(library.DEMO_MODEL)
         head, flags = library.demo_head(model), {"router": PATIENT}
+    for service, more in arguments.flags.items():
+        flags[service] = (*flags.get(service, ()), *more)
     return StackSettings(
         model=model,
         head=head,

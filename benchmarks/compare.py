@@ -24,25 +24,25 @@ from pathlib import Path
 
 from benchmarks.decode import Tally
 from benchmarks.prompts import GOLDENS, Conversation, read_conversations
-from benchmarks.serving import add_model_arguments, model_and_head, print_report
+from benchmarks.serving import (
+    add_model_arguments,
+    model_and_head,
+    print_report,
+    service_flags,
+)
 from canopy.client import Client
 from canopy.results import CanopyError, Chunk, Completion, Options
-from canopy.stack import MODULES, Stack, StackSettings
+from canopy.stack import Stack, StackSettings
 from common.entry import run_program
 from common.errors import StartupError
 
 ROOT_ONLY = "root-only"
 
 
-def flags_of(text: str) -> tuple[str, dict[str, list[str]]]:
-    """Name and flags per service of `NAME=SERVICE FLAG…; SERVICE FLAG…`. Raises ValueError."""
+def way(text: str) -> tuple[str, dict[str, tuple[str, ...]]]:
+    """Name and flags per service of `NAME=SERVICE FLAG…; SERVICE FLAG…`."""
     name, _, rest = text.partition("=")
-    flags: dict[str, list[str]] = {}
-    for part in filter(None, (each.split() for each in rest.split(";"))):
-        if part[0] not in MODULES:
-            raise ValueError(f"--way {name}: {part[0]!r} is none of {', '.join(MODULES)}")
-        flags[part[0]] = part[1:]
-    return name, flags
+    return name, service_flags(rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     with ExitStack() as open_things:
         clients = {}
-        for name, flags in map(flags_of, arguments.way):
+        for name, flags in arguments.way:
             settings = StackSettings(model=model, head=head, flags=flags, show_logs=False)
             stack = open_things.enter_context(Stack(settings))
             clients[name] = open_things.enter_context(Client(stack.address))
@@ -151,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--way", action="append", required=True, help="NAME=SERVICE FLAG…; SERVICE FLAG…"
+        "--way", action="append", required=True, type=way, help="NAME=SERVICE FLAG…; SERVICE FLAG…"
     )
     parser.add_argument("--prompts", type=Path, default=GOLDENS, help="JSON lines with `turns`")
     parser.add_argument("--limit", type=int, help="prompts to use [all]")

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.prompts import GOLDENS
 from canopy import library
 from canopy.results import CanopyError
-from canopy.stack import Stack, StackSettings
+from canopy.stack import MODULES, Stack, StackSettings
 from common.arguments import OneLineParser
 from common.errors import StartupError
 from common.server import canopy_version
@@ -33,8 +33,26 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--tree-budget", choices=("auto", "full"), default="full",
         help="of the services that are started; full: a tree in every round [%(default)s]",
     )  # fmt: skip
+    add_flags_argument(parser)
     parser.add_argument("--max-tree-nodes", type=int, help="nodes of a tree, root included")
     parser.add_argument("--max-depth", type=int, help="depth of a tree")
+
+
+def add_flags_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--flags", type=service_flags, default={}, metavar="'SERVICE FLAG…; SERVICE FLAG…'",
+        help="further flags of the services that are started",
+    )  # fmt: skip
+
+
+def service_flags(text: str) -> dict[str, tuple[str, ...]]:
+    """Flags by service of `SERVICE FLAG…; SERVICE FLAG…`. Raises ArgumentTypeError."""
+    flags: dict[str, tuple[str, ...]] = {}
+    for part in filter(None, (each.split() for each in text.split(";"))):
+        if part[0] not in MODULES:
+            raise argparse.ArgumentTypeError(f"{part[0]!r} is none of {', '.join(MODULES)}")
+        flags[part[0]] = (*flags.get(part[0], ()), *part[1:])
+    return flags
 
 
 def prompt_parser(
@@ -69,7 +87,9 @@ def router(arguments: argparse.Namespace) -> Iterator[str]:
         yield arguments.address
         return
     model, head = model_and_head(arguments)
-    flags = {"verify": ("--tree-budget", arguments.tree_budget)}
+    more = arguments.flags
+    budget = ("--tree-budget", arguments.tree_budget)
+    flags = more | {"verify": (*budget, *more.get("verify", ()))}
     settings = StackSettings(model=model, head=head, flags=flags, show_logs=False)
     with Stack(settings) as stack:
         yield stack.address
