@@ -22,7 +22,7 @@ ends in padding."""
 
 
 @pytest.mark.timeout(900)  # as many devices as chips, on two cores
-@pytest.mark.parametrize("num_devices", CASES)
+@pytest.mark.parametrize("num_devices", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_split_head_grows_the_trees_of_one_device(num_devices: int) -> None:
     done = subprocess.run(
         [sys.executable, str(TESTS / "parity" / "draft_tensor_parallel.py"), CASES[num_devices]],
