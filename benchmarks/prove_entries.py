@@ -112,15 +112,6 @@ MOST_COLLECTIVES = 12
 """All-reduces and all-gathers in the program of split sampling, each branch's counted."""
 
 
-DOES_NOT_COMPILE = frozenset(
-    {
-        # v4's scoped VMEM of 16 MiB is too small there.
-        "tree_attention, Llama-3.1-8B on 1 chip, context 131072, v4",
-    }
-)
-"""Left out by name; docs/kernels.md says so too."""
-
-
 @dataclass(frozen=True)
 class Entry:
     """`index`: into the list that its kind goes through; `chip`: by name."""
@@ -153,7 +144,7 @@ def entries() -> tuple[Entry, ...]:
             chip = "v6e" if "8 chips" in model else "v5e"
             found.append(Entry(kind, index, chip, model))
     found += [Entry("verify step", 0, chip, SERVED[0]) for chip in ("v5p", "v6e")]
-    return tuple(entry for entry in found if entry.name not in DOES_NOT_COMPILE)
+    return tuple(found)
 
 
 @functools.cache
