@@ -165,7 +165,7 @@ def stats_table(completion: Completion) -> Table:
         ("seed", str(completion.seed)),
         ("tokens/s after the first", f"{rate:.1f}"),
         ("time to first token", f"{timings.time_to_first_token:.3f} s"),
-        ("rounds", f"{stats.num_rounds} ({stats.num_root_only_rounds} without a tree)"),
+        ("rounds", f"{stats.num_rounds} ({stats.num_root_only_rounds} missed their tree)"),
         ("drafted, accepted", f"{stats.num_drafted}, {stats.num_accepted}"),
         ("acceptance length", f"{stats.acceptance_length:.2f}"),
         ("draft", f"{timings.draft:.3f} s"),
