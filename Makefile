@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 CODE := benchmarks canopy common draft_service kernels models router tools verify_service
-TWO := -n 2 --dist loadfile  # files side by side: two cores, and much of a test is waiting
+TWO := -n 2 --dist loadfile --no-loadscope-reorder  # files side by side: two cores, and much of a test is waiting
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-slow aot prove check check-deploy format protos deploy-files bench clean
