@@ -14,20 +14,23 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.own_states import COLUMNS, read_answers
-from benchmarks.prompts import GOLDENS
-from benchmarks.serving import add_model_arguments, model_and_head, print_report
+from benchmarks.answers import (
+    answers_parser,
+    features_of,
+    model_with_head,
+    read_answers,
+    tree_of,
+)
+from benchmarks.serving import print_report
 from common.entry import run_program
-from common.errors import StartupError
-from common.types import DraftTree, TreeShape
+from common.types import DraftTree
 from draft_service.engine import DeviceEngine, EngineConfig
 from draft_service.int8 import quantise
 from draft_service.step import SequenceOutcome, SequenceWork
-from draft_service.training.replay import PAGE_SIZE, acceptance_length, padded, replay
+from draft_service.training.replay import PAGE_SIZE, acceptance_length, replay
 from draft_service.training.target_states import make_target_states
 from models.eagle3 import HeadConfig, load_head
 from models.layers import Params
@@ -54,12 +57,8 @@ class WatchedEngine(DeviceEngine):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    model, head_path = model_and_head(arguments)
-    if head_path is None:
-        raise StartupError("head: not set; give --head with --model")
-    shape = TreeShape(
-        max_depth=arguments.max_depth, top_k=arguments.top_k, max_nodes=arguments.max_nodes
-    )
+    model, head_path = model_with_head(arguments)
+    shape = tree_of(arguments)
     answers = read_answers(arguments.answers, arguments.limit)
     head, native = load_head(head_path, model)
     target, target_params = load_target(model, boundaries=head.boundaries)
@@ -74,8 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     emitted: dict[str, list[int]] = {name: [] for name in ways}
     best, shared = list[bool](), list[float]()
     for answer in answers:
-        features = states(padded(answer.tokens, COLUMNS))[0][0, : len(answer.tokens)]
-        rows = np.ascontiguousarray(features, head.dtype)
+        rows = features_of(states, answer, head.dtype)
         for name, engine in engines.items():
             engine.trees = {}
             emitted[name] += replay(engine, answer, rows)
@@ -102,14 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--answers", type=Path, default=GOLDENS, help="the target's own answers")
-    parser.add_argument("--limit", type=int, help="answers to use [all]")
-    parser.add_argument("--max-depth", type=int, default=5, help="of a tree [%(default)s]")
-    parser.add_argument("--top-k", type=int, default=4, help="[%(default)s]")
-    parser.add_argument("--max-nodes", type=int, default=16, help="of a tree [%(default)s]")
-    add_model_arguments(parser)
-    return parser.parse_args(argv)
+    return answers_parser(__doc__, max_depth=5, max_nodes=16).parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,16 +28,20 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.answers import (
+    answers_parser,
+    features_of,
+    model_with_head,
+    read_answers,
+    tree_of,
+)
 from benchmarks.overlap_recorded import NO_SCORE, Recording
-from benchmarks.own_states import COLUMNS, read_answers
-from benchmarks.prompts import GOLDENS
-from benchmarks.serving import add_model_arguments, model_and_head, print_report
+from benchmarks.serving import print_report
 from common.entry import run_program
-from common.errors import StartupError
 from common.types import DraftTree, TreeShape
 from draft_service.engine import DeviceEngine, EngineConfig
 from draft_service.step import NONE_GUESSED, FeatureArray, SequenceWork
-from draft_service.training.replay import PAGE_SIZE, Answer, padded
+from draft_service.training.replay import PAGE_SIZE, Answer
 from draft_service.training.target_states import make_target_states
 from models.eagle3 import load_head
 from models.target import load_target
@@ -115,12 +119,8 @@ def recording_of(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    model, head_path = model_and_head(arguments)
-    if head_path is None:
-        raise StartupError("head: not set; give --head with --model")
-    shape = TreeShape(
-        max_depth=arguments.max_depth, top_k=arguments.top_k, max_nodes=arguments.max_nodes
-    )
+    model, head_path = model_with_head(arguments)
+    shape = tree_of(arguments)
     answers = [
         answer
         for answer in read_answers(arguments.answers, arguments.limit)
@@ -138,8 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     states, recorder = make_target_states(target, target_params), Recorder(engine, arguments.stems)
     trees, begun = [], time.monotonic()
     for number, answer in enumerate(answers, 1):
-        features = states(padded(answer.tokens, COLUMNS))[0][0, : len(answer.tokens)]
-        trees.append(recorder.record(answer, np.ascontiguousarray(features, head.dtype)))
+        trees.append(recorder.record(answer, features_of(states, answer, head.dtype)))
         seconds = time.monotonic() - begun
         print(
             f"{number} of {len(answers)}: {len(trees[-1])} positions, {seconds:.0f} s", flush=True
@@ -155,15 +154,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = answers_parser(__doc__, max_depth=6, max_nodes=48)
     parser.add_argument("--out", type=Path, required=True, help="the .npz to write")
-    parser.add_argument("--answers", type=Path, default=GOLDENS, help="the target's own answers")
-    parser.add_argument("--limit", type=int, help="answers to use [all]")
-    parser.add_argument("--max-depth", type=int, default=6, help="of a tree [%(default)s]")
-    parser.add_argument("--top-k", type=int, default=4, help="[%(default)s]")
-    parser.add_argument("--max-nodes", type=int, default=48, help="of a tree [%(default)s]")
     parser.add_argument("--stems", type=int, default=4, help="longest stem [%(default)s]")
-    add_model_arguments(parser)
     return parser.parse_args(argv)
 
 

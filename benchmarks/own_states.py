@@ -16,19 +16,22 @@ response_ids, as `canopy head generate-data` writes them. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.prompts import GOLDENS
-from benchmarks.serving import add_model_arguments, model_and_head, print_report
+from benchmarks.answers import (
+    answers_parser,
+    features_of,
+    model_with_head,
+    read_answers,
+    tree_of,
+)
+from benchmarks.serving import print_report
 from common.entry import run_program
-from common.errors import StartupError
 from common.types import DraftTree, TreeShape
 from draft_service.engine import DeviceEngine, EngineConfig
 from draft_service.foresight import likeliest_outcomes
@@ -39,7 +42,6 @@ from draft_service.training.replay import (
     Answer,
     acceptance_length,
     num_accepted,
-    padded,
     per_depth,
 )
 from draft_service.training.target_states import make_target_states
@@ -49,7 +51,6 @@ from models.target import load_target
 MAX_LAG = 2
 NAMED = (1, 2, 4, 8, 16, 32)
 SPARE_NODES = 96  # grown beyond those sent: whence the outcomes are
-COLUMNS = 64
 
 
 @dataclass
@@ -129,23 +130,10 @@ class Replay:
         )
 
 
-def read_answers(path: Path, limit: int | None) -> list[Answer]:
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    answers = [Answer(list(r["prompt_ids"]), list(r["response_ids"])) for r in rows]
-    answers = [answer for answer in answers if len(answer.response) > 1][:limit]
-    if not answers:
-        raise StartupError(f"answers: {path} has no row with prompt_ids and response_ids")
-    return answers
-
-
 def run(arguments: argparse.Namespace) -> int:
-    model, head_path = model_and_head(arguments)
-    if head_path is None:
-        raise StartupError("head: not set; give --head with --model")
+    model, head_path = model_with_head(arguments)
     answers = read_answers(arguments.answers, arguments.limit)
-    sent = TreeShape(
-        max_depth=arguments.max_depth, top_k=arguments.top_k, max_nodes=arguments.max_nodes
-    )
+    sent = tree_of(arguments)
     head, params = load_head(head_path, model)
     target, target_params = load_target(model, boundaries=head.boundaries)
     context = max(len(answer.tokens) for answer in answers) + sent.max_depth + 2
@@ -163,8 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
     states = make_target_states(target, target_params)
     tallies = [Tally() for _ in range(MAX_LAG + 1)]
     for number, answer in enumerate(answers, 1):
-        features = states(padded(answer.tokens, COLUMNS))[0][0, : len(answer.tokens)]
-        rows = np.ascontiguousarray(features, head.dtype)
+        rows = features_of(states, answer, head.dtype)
         for lag, tally in enumerate(tallies):
             Replay(engine, sent, answer, rows).run(lag, tally)
         so_far = [acceptance_length(tally.emitted) for tally in tallies]
@@ -186,14 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--answers", type=Path, default=GOLDENS, help="the target's own answers")
-    parser.add_argument("--limit", type=int, help="answers to use [all]")
-    parser.add_argument("--max-depth", type=int, default=5, help="of a tree [%(default)s]")
-    parser.add_argument("--top-k", type=int, default=4, help="[%(default)s]")
-    parser.add_argument("--max-nodes", type=int, default=16, help="of a tree [%(default)s]")
-    add_model_arguments(parser)
-    return parser.parse_args(argv)
+    return answers_parser(__doc__, max_depth=5, max_nodes=16).parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

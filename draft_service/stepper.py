@@ -20,7 +20,7 @@ from draft_service.levels import LevelRule
 from draft_service.limits import DraftLimits
 from draft_service.residency import Residency, eviction_order
 from draft_service.sequences import DraftSequence, PendingTree
-from draft_service.step import SequenceOutcome, SequenceWork, as_tokens
+from draft_service.step import ALL_LEVELS, SequenceOutcome, SequenceWork, as_tokens
 
 PIECE_BYTES = 1 << 20
 """The largest piece of features that a sender may have on the way."""
@@ -183,9 +183,7 @@ class Stepper:
                 self._residency.cut(sequence, sequence.num_pairs - 1)
                 sequence.features.feed_again(sequence.features_from + sequence.num_pairs - 1)
             if self._reserve(sequence, sequence.num_pairs, events):
-                work = self._launch(sequence, sequence.kv_len, sequence.num_pairs, True, now)
-                assert sequence.pending is not None
-                works.append(replace(work, max_levels=sequence.pending.shape.max_depth))
+                works.append(self._launch(sequence, sequence.kv_len, sequence.num_pairs, True, now))
         least_reach = self.level_rule.least_reach(len(works))
         return [replace(work, least_reach=least_reach) for work in works]
 
@@ -273,6 +271,7 @@ class Stepper:
         self, sequence: DraftSequence, first: int, until: int, drafts: bool, now: float
     ) -> SequenceWork:
         position = sequence.features_from + first
+        wish = sequence.pending if drafts else None
         work = SequenceWork(
             sequence_id=sequence.sequence_id,
             tokens=as_tokens(sequence.tokens[position + 1 : position + 1 + until - first]),
@@ -282,8 +281,8 @@ class Stepper:
             page_copy=sequence.copy,
             drafts=drafts,
             noise=sequence.noise if drafts else None,
+            max_levels=ALL_LEVELS if wish is None else wish.shape.max_depth,
         )
-        wish = sequence.pending if drafts else None
         launched = _Launched(sequence, wish, sequence.committed_len, now)
         self._launched.setdefault(sequence.sequence_id, []).append(launched)
         sequence.in_flight = True

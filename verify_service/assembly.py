@@ -67,8 +67,9 @@ def assemble(config: VerifyConfig, group: Leader | None) -> Assembly:
     for point in step_times:
         _logger.info("step time", **asdict(point))
     limits, info = _limits(config, engine), _info(config, engine, identity, step_times)
+    curve = StepCurve.of(step_times)
     return Assembly(
-        engine, limits, info, _budget(config, step_times), _gate(config), _pace(config, step_times)
+        engine, limits, info, _budget(config, curve), _gate(config), _pace(config, curve)
     )
 
 
@@ -198,16 +199,16 @@ def _limits(config: VerifyConfig, engine: DeviceEngine) -> VerifyLimits:
     )
 
 
-def _budget(config: VerifyConfig, step_times: tuple[StepPoint, ...]) -> TreeBudget | None:
+def _budget(config: VerifyConfig, curve: StepCurve) -> TreeBudget | None:
     if config.tree_budget == "full":
         return None
-    return TreeBudget(StepCurve.of(step_times), config.max_tree_depth)
+    return TreeBudget(curve, config.max_tree_depth)
 
 
-def _pace(config: VerifyConfig, step_times: tuple[StepPoint, ...]) -> PrefillPace | None:
+def _pace(config: VerifyConfig, curve: StepCurve) -> PrefillPace | None:
     if not config.max_prefill_slowdown:
         return None
-    return PrefillPace(StepCurve.of(step_times), config.max_prefill_slowdown)
+    return PrefillPace(curve, config.max_prefill_slowdown)
 
 
 def _gate(config: VerifyConfig) -> DraftGate | None:

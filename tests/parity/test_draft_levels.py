@@ -34,11 +34,12 @@ def reference(head: ReferenceHead, num_levels: int) -> list[tuple[int, int, floa
 
 
 def only(engine: DeviceEngine, *works: SequenceWork) -> list[DraftTree]:
-    trees = [outcome.tree for outcome in engine.run(works)]
-    for tree in trees:
-        assert tree is not None
-        tree.validate(VOCAB, SHAPE.max_nodes)
-    return trees  # type: ignore[return-value]
+    trees: list[DraftTree] = []
+    for outcome in engine.run(works):
+        assert outcome.tree is not None
+        outcome.tree.validate(VOCAB, SHAPE.max_nodes)
+        trees.append(outcome.tree)
+    return trees
 
 
 @pytest.mark.parametrize("num_levels", [1, 2, 4, 9])

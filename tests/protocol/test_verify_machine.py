@@ -635,17 +635,14 @@ def test_budget_learns_by_a_probe_that_trees_pay() -> None:
     assert used[-1] == 3
 
 
-def test_prefill_is_as_short_for_those_who_are_away_for_a_moment() -> None:
+@pytest.mark.parametrize(("away_seconds", "num_rows"), [(0.01, 4), (10.0, 16)])
+def test_prefill_is_as_short_for_those_who_are_away_for_a_moment(
+    away_seconds: float, num_rows: int
+) -> None:
     """Their next rounds wait for this step's end. Those who pause are not waited for."""
     bench = Bench(max_prefill_tokens=4, max_step_tokens=16, max_sequences=2)
     bench.open()
     bench.steps()
     bench.open(B, tuple(i % 7 for i in range(30)))
-    bench.now += 0.01
-    assert [work.num_rows for work in bench.launch().works] == [4]
-    bench = Bench(max_prefill_tokens=4, max_step_tokens=16, max_sequences=2)
-    bench.open()
-    bench.steps()
-    bench.open(B, tuple(i % 7 for i in range(30)))
-    bench.now += 10.0
-    assert [work.num_rows for work in bench.launch().works] == [16]
+    bench.now += away_seconds
+    assert [work.num_rows for work in bench.launch().works] == [num_rows]
