@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health_pb2
 
 ROOT = Path(__file__).parents[1]
 START_SECONDS = 600.0
@@ -87,3 +91,12 @@ class Pair:
         for host in (self.leader, self.follower):
             host.process.kill()
             host.process.wait()
+
+
+async def note_states(
+    watch: grpc.aio.UnaryStreamCall[Any, health_pb2.HealthCheckResponse], states: list[int]
+) -> None:
+    """What a health watch says, to its end."""
+    with contextlib.suppress(grpc.aio.AioRpcError):  # it ends with the process
+        async for response in watch:  # noted one by one: what came before the end counts
+            states += [response.status]

@@ -8,13 +8,12 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import pytest
 from engine_driver import Generated, generate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from hosts import Pair
+from hosts import Pair, note_states
 from verify_client import Generation, Guess, VerifyClient
 
 from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
@@ -126,7 +125,7 @@ async def test_a_lost_follower_ends_the_leader_visibly(pair: Pair) -> None:
     async with grpc.aio.insecure_channel(pair.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         states: list[int] = []
-        running = asyncio.create_task(_note_states(watch, states))
+        running = asyncio.create_task(note_states(watch, states))
         async with VerifyClient(channel) as client:
             generating = asyncio.create_task(client.generate(PROMPTS[0], 100))
             await asyncio.sleep(0.2)
@@ -138,14 +137,6 @@ async def test_a_lost_follower_ends_the_leader_visibly(pair: Pair) -> None:
     assert states == [status.SERVING, status.NOT_SERVING]
     (line,) = pair.leader.last_words
     assert "host 1 of the slice is gone" in line
-
-
-async def _note_states(
-    watch: grpc.aio.UnaryStreamCall[Any, health_pb2.HealthCheckResponse], states: list[int]
-) -> None:
-    with contextlib.suppress(grpc.aio.AioRpcError):  # it ends with the process
-        async for response in watch:  # noted one by one: what came before the end counts
-            states += [response.status]
 
 
 @pytest.mark.slow
