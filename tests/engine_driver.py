@@ -7,16 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from common.types import SamplingParams
 from verify_service.engine import DeviceEngine
 from verify_service.step import SequenceWork, TokenHistory
+from verify_service.token_masks import pack_mask
 
 Tree = tuple[list[int], list[int]]
 """Tokens and parents of the nodes below the root; parent 0 is the root, i the i-th of these."""
 
 Guess = Callable[[int, list[int]], Tree]
 """(sequence, its tokens so far) -> a tree."""
+
+Allow = Callable[[list[int]], npt.NDArray[np.bool_]]
+"""Tokens so far -> bool [V], those that may follow."""
 
 
 @dataclass
@@ -82,10 +87,12 @@ def generate(
     stop_tokens: tuple[int, ...] = (),
     resume: list[Generated] | None = None,
     with_history: bool = True,
+    allow: Sequence[Allow | None] | None = None,
 ) -> list[Generated]:
     """`num_tokens` tokens or more of every sequence, all of them in one batch.
 
-    `resume`: goes on from these. Stop tokens count for those that do not ignore them.
+    `resume`: goes on from these. Stop tokens count for those that do not ignore them. `allow`: of
+    each sequence; None: any token.
     """
     pages = engine.config.shape.pages_per_sequence
     done = resume or [Generated(list(prompt), len(prompt)) for prompt in prompts]
@@ -98,6 +105,7 @@ def generate(
             one = done[i]
             causal = one.tokens[one.kv_len :]
             nodes, parents = guess(i, one.tokens)
+            allowed = None if allow is None else allow[i]
             works.append(
                 SequenceWork(
                     slot=i,
@@ -114,6 +122,7 @@ def generate(
                     stop_tokens=stops[i],
                     wants_features=True,
                     history=one.history if with_history else None,
+                    token_mask=allowed and _mask(allowed, one.tokens, nodes, parents),
                 )
             )
         for i, outcome in zip(open_, engine.run(works), strict=True):
@@ -126,6 +135,14 @@ def generate(
             one.features.append(outcome.features)
             one.top_logprobs += outcome.top_logprobs
     return done
+
+
+def _mask(allow: Allow, tokens: list[int], nodes: list[int], parents: list[int]) -> Any:
+    """Of the root and of each node, whose path counts as decoded."""
+    paths = [tokens]
+    for token, parent in zip(nodes, parents, strict=True):
+        paths.append([*paths[parent], token])
+    return pack_mask(np.stack([allow(path) for path in paths]))
 
 
 def _goes_on(one: Generated, num_tokens: int, stop_tokens: tuple[int, ...]) -> bool:

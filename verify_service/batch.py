@@ -1,7 +1,8 @@
 """A step's works laid out for the device: flattened rows, padded here and nowhere else.
 
 T rows (all blocks one behind the other), N logit rows (the trees' nodes, roots included), B slots
-of sequences, P pages of a sequence, W words of ancestor bits, S stop tokens.
+of sequences, P pages of a sequence, W words of ancestor bits, S stop tokens, M words of a node's
+token mask.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Bucket:
 
     num_rows: int  # T
     num_nodes: int  # N
+    mask_words: int = 0  # M; 0: the program has no masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class BatchShape:
     def packing(self, bucket: Bucket) -> Packing:
         """The one transfer of a step in this bucket."""
         b, t, n = self.max_sequences, bucket.num_rows, bucket.num_nodes
+        masks = [Field("token_mask", (n, bucket.mask_words), "uint32")] if bucket.mask_words else []
         return Packing(
             Field("tokens", (t,)),
             Field("positions", (t,)),
@@ -73,6 +76,7 @@ class BatchShape:
             Field("num_logprobs", (b,)),  # -1: none; 0: of the picks; more: of so many beside
             Field("scored", (n,)),  # the prompt's token that follows the node's row
             Field("num_scored_top", (n,)),  # -1: not wanted; 0: its own; more: so many beside
+            *masks,  # bits: the tokens that may follow the node (verify_service/token_masks.py)
         )
 
     def results(self) -> Packing:
@@ -99,6 +103,8 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
     v["repetition"][:] = 1.0
     v["num_logprobs"][:] = -1
     v["num_scored_top"][:] = -1
+    if bucket.mask_words:
+        v["token_mask"][:] = 0xFFFFFFFF
     row = 0
     for work, nodes in zip(works, scored_nodes(works), strict=True):
         if work.num_scored:
@@ -121,6 +127,8 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
             v["node_rows"][node : node + count] = np.arange(root, root + count)
             v["node_parents"][node + 1 : node + count] = work.parents[causal:] - (causal - 1) + node
             v["node_sequence"][node : node + count] = slot
+            if work.token_mask is not None:
+                v["token_mask"][node : node + count] = work.token_mask
             node += count
         _pack_sequence(v, slot, work)
         row += n

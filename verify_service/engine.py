@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from verify_service.outcomes import HostArrays, cut_outcomes
 from verify_service.program import DeviceState, SplitStep, StepOutput, StepParts, WholeStep
 from verify_service.slots import Slots
 from verify_service.step import SequenceOutcome, SequenceWork
+from verify_service.token_masks import num_mask_words
 
 Step = WholeStep | SplitStep
 
@@ -50,6 +51,7 @@ class EngineConfig:
     min_rows: int = 1  # 8 on TPU: one-row matrix products take another, slower path there
     max_stop_tokens: int = 80
     layers_per_program: int | None = None  # None: the whole step is one program
+    token_masks: bool = False  # works may have masks: as many programs again, for steps with some
     backend: Backend = Backend.XLA
     chip: Chip | None = None
 
@@ -111,6 +113,9 @@ class DeviceEngine:
         self._slots = Slots(config.max_sequences, num_tokens, self._mesh, group)
         self.pages_bytes = pages_bytes(shape, target.dtype)
         self._buckets = config.buckets()
+        if config.token_masks:
+            words = num_mask_words(target.vocab_size)
+            self._buckets += tuple(replace(b, mask_words=words) for b in self._buckets)
         self._programs: dict[Bucket, Step] = {}
         self._warm = False
         self.compiles_after_warm_up = 0
@@ -194,7 +199,12 @@ class DeviceEngine:
                 )
         num_rows = sum(work.num_rows for work in works)
         num_nodes = sum(work.num_nodes + work.num_scored for work in works)
+        masked = any(work.token_mask is not None for work in works)
+        if masked and not config.token_masks:
+            raise ValueError("token_mask: the engine was made without token_masks")
         for bucket in self._buckets:
+            if bool(bucket.mask_words) != masked:
+                continue
             if bucket.num_rows >= num_rows and bucket.num_nodes >= num_nodes:
                 return bucket
         raise ValueError(f"works: {num_rows} rows in a step; at most {config.max_rows}")

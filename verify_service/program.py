@@ -53,6 +53,7 @@ from models.target import (
     target_logits,
 )
 from verify_service.batch import BatchShape, Bucket
+from verify_service.mask_share import unpack_share
 from verify_service.slots import root_nodes
 
 Arrays = dict[str, jax.Array]
@@ -228,6 +229,9 @@ class StepParts:
             vocab_axis=axis,
             backend=Backend.XLA,
         )
+        token_mask = None
+        if self.bucket.mask_words:
+            token_mask = unpack_share(x["token_mask"], logits.shape[1], axis)
         return sample_and_accept(
             adjusted,
             *nodes,
@@ -240,6 +244,7 @@ class StepParts:
                 seed_hi=x["seed_hi"],
             ),
             x["stop_tokens"],
+            token_mask,
             max_depth=self.shape.max_depth,
             vocab_axis=axis,
             backend=self.backend if axis is None else Backend.XLA,

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.types import Float32Array, Int32Array, SamplingParams, TopLogprobs
+from verify_service.token_masks import MaskWords, check_mask
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +42,10 @@ class SequenceWork:
     page i holds positions [i·page_size, (i+1)·page_size); reserved for prefix + num_causal +
     deepest path. `page_copy`: a page of others and one of `page_ids`, into which the first is
     copied, all layers, before anything else happens. `scored` int32 [m]: the prompt's tokens that
-    follow the first m causal rows; their log-probabilities are wanted.
+    follow the first m causal rows; their log-probabilities are wanted. `token_mask` uint32
+    [num_nodes, words] (verify_service/token_masks.py): bits of the tokens that may follow each
+    node, the root first; None: any. If penalties, biases or min_tokens bar all that it allows, the
+    node has no pick.
     """
 
     slot: int  # 0..max_sequences-1; no two works of a step share one
@@ -57,6 +61,7 @@ class SequenceWork:
     wants_features: bool = True
     history: TokenHistory | None = None  # needed for penalties, logit_bias and min_tokens
     scored: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    token_mask: MaskWords | None = None
 
     @property
     def needs_slot(self) -> bool:
@@ -121,6 +126,8 @@ class SequenceWork:
                 f"scored: {self.num_scored} tokens follow; {self.num_causal - self.samples} causal"
                 " rows stand below the root"
             )
+        if self.token_mask is not None:
+            check_mask(self.token_mask, self.num_nodes, vocab_size)
         if self.kv_len < 0:
             raise ValueError(f"kv_len: {self.kv_len} is negative")
         if self.page_copy is not None and self.page_copy[1] not in self.page_ids:

@@ -7,13 +7,14 @@ recomputation must change nothing, up to near ties.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_driver import Generated, Guess, first_difference, generate, guessing, roots_only
+from engine_driver import Allow, Generated, Guess, first_difference, generate, guessing, roots_only
 from model_files import dense_causal
 from test_distribution import TARGET
 
@@ -39,6 +40,14 @@ SAMPLINGS = [
 ]
 
 
+def two_in_three(tokens: list[int]) -> np.ndarray:
+    """Which may follow depends on the path, as with a grammar."""
+    return (np.arange(TARGET.vocab_size) + len(tokens) + tokens[-1]) % 3 != 0
+
+
+ALLOWS: list[Allow | None] = [two_in_three, None, None, *[two_in_three] * 4, None]
+
+
 @pytest.fixture(scope="module")
 def params() -> dict[str, object]:
     return jax.tree.map(lambda leaf: leaf * (8.0 if leaf.ndim > 1 else 1.0), init_target(TARGET, 5))
@@ -55,6 +64,7 @@ def engine(params: dict[str, object]) -> DeviceEngine:
         max_depth=3,
         row_buckets=(128,),
         max_rows=128,
+        token_masks=True,
     )
     return DeviceEngine(TARGET, params, config)
 
@@ -98,11 +108,14 @@ def adjusted(
     )
 
 
-def test_every_token_is_the_oracles(
-    alone: list[Generated], next_logits: Callable[[list[int]], np.ndarray]
-) -> None:
+def num_changed_of_the_oracles(
+    generated: list[Generated],
+    allows: Sequence[Allow | None],
+    next_logits: Callable[[list[int]], np.ndarray],
+) -> int:
+    """Picks that options and masks changed. Asserts that all are the oracle's."""
     num_changed = 0
-    for sampling, one in zip(SAMPLINGS, alone, strict=True):
+    for sampling, one, allow in zip(SAMPLINGS, generated, allows, strict=True):
         for place, token in enumerate(one.response):
             before = one.tokens[: one.num_prompt + place]
             logits = next_logits(before)
@@ -114,9 +127,18 @@ def test_every_token_is_the_oracles(
                 "seed_hi": sampling.seed >> 32,
                 "position": len(before),
             }
-            pick = reference_pick(adjusted(logits, sampling, one, place), **settings).pick
+            wanted = adjusted(logits, sampling, one, place)
+            mask = None if allow is None else allow(before)
+            pick = reference_pick(wanted, token_mask=mask, **settings).pick
             assert pick == token or one.margins[place] < MARGIN
             num_changed += pick != reference_pick(logits, **settings).pick
+    return num_changed
+
+
+def test_every_token_is_the_oracles(
+    alone: list[Generated], next_logits: Callable[[list[int]], np.ndarray]
+) -> None:
+    num_changed = num_changed_of_the_oracles(alone, [None] * len(alone), next_logits)
     assert num_changed > 30, "the options changed next to nothing: nothing was tested"
 
 
@@ -202,3 +224,56 @@ def test_logprobs_are_the_models_own(
 def test_options_need_the_sequences_tokens(engine: DeviceEngine) -> None:
     with pytest.raises(ValueError, match="history: None; penalties"):
         generate(engine, [[1]], [SAMPLINGS[1]], 1, with_history=False)
+
+
+@pytest.fixture(scope="module")
+def masked(engine: DeviceEngine) -> list[Generated]:
+    return generate(engine, PROMPTS, SAMPLINGS, NUM_TOKENS, stop_tokens=STOPS, allow=ALLOWS)
+
+
+def test_masked_tokens_are_never_picked_and_all_others_are_the_oracles(
+    alone: list[Generated],
+    masked: list[Generated],
+    next_logits: Callable[[list[int]], np.ndarray],
+) -> None:
+    for allow, free, one in zip(ALLOWS, alone, masked, strict=True):
+        if allow is None:
+            assert_same([free], [one])  # a neighbour's mask changes nothing
+            continue
+        for place, token in enumerate(one.response):
+            assert allow(one.tokens[: one.num_prompt + place])[token]
+    assert num_changed_of_the_oracles(masked, ALLOWS, next_logits) > 30
+
+
+@pytest.mark.parametrize("truth", ["masked", "alone"])
+def test_trees_change_nothing_of_what_masks_allow(
+    engine: DeviceEngine, truth: str, request: pytest.FixtureRequest
+) -> None:
+    """Along the tokens without masks, trees are full of what must not be accepted."""
+    masked: list[Generated] = request.getfixturevalue("masked")
+    likely: list[Generated] = request.getfixturevalue(truth)
+    guess = guessing([one.tokens for one in likely], TARGET.vocab_size, 1.0)
+    with_trees = generate(engine, PROMPTS, SAMPLINGS, NUM_TOKENS, guess, STOPS, allow=ALLOWS)
+    assert_same(masked, with_trees)
+    for allow, one in zip(ALLOWS, with_trees, strict=True):
+        for place in range(one.num_prompt, len(one.tokens)):
+            assert allow is None or allow(one.tokens[:place])[one.tokens[place]]
+    assert sum(one.accepted for one in with_trees) > (60 if truth == "masked" else 20)
+
+
+def test_only_steps_with_a_mask_run_programs_with_masks(params: dict[str, object]) -> None:
+    config = EngineConfig(
+        num_pages=8, page_size=8, max_sequences=1, max_context_len=64, max_tree_nodes=4,
+        row_buckets=(), max_rows=8, max_stop_tokens=1,
+    )  # fmt: skip
+    plain = DeviceEngine(TARGET, params, config)
+    with pytest.raises(ValueError, match="token_mask: the engine was made without token_masks"):
+        generate(plain, [[1]], [SamplingParams()], 1, allow=[two_in_three])
+    masking = DeviceEngine(TARGET, params, replace(config, token_masks=True))
+    masking.warm_up()
+    for bucket in [bucket for bucket in masking._programs if bucket.mask_words]:
+        del masking._programs[bucket]
+    generate(masking, [[1]], [SamplingParams()], 3, allow=[None])
+    assert masking.compiles_after_warm_up == 0
+    generate(masking, [[1]], [SamplingParams()], 3, allow=[two_in_three])
+    assert masking.compiles_after_warm_up == 1
