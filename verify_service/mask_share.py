@@ -16,7 +16,7 @@ def unpack_share(words: jax.Array, num_tokens: int, vocab_axis: str | None) -> j
     `num_tokens`, in order; this chip's share then. Tokens beyond the words are not allowed.
     """
     bits = (words[:, :, None] >> jnp.arange(WORD_BITS, dtype=jnp.uint32)) & jnp.uint32(1)
-    allowed = (bits != 0).reshape(words.shape[0], -1)
+    allowed: jax.Array = (bits != 0).reshape(words.shape[0], -1)
     if vocab_axis is None:
         return allowed[:, :num_tokens]
     beyond = max(0, lax.axis_size(vocab_axis) * num_tokens - allowed.shape[1])

@@ -261,19 +261,21 @@ def test_trees_change_nothing_of_what_masks_allow(
     assert sum(one.accepted for one in with_trees) > (60 if truth == "masked" else 20)
 
 
-def test_only_steps_with_a_mask_run_programs_with_masks(params: dict[str, object]) -> None:
-    config = EngineConfig(
-        num_pages=8, page_size=8, max_sequences=1, max_context_len=64, max_tree_nodes=4,
-        row_buckets=(), max_rows=8, max_stop_tokens=1,
-    )  # fmt: skip
-    plain = DeviceEngine(TARGET, params, config)
+def test_only_steps_with_a_mask_run_programs_with_masks(
+    engine: DeviceEngine,
+    params: dict[str, object],
+    alone: list[Generated],
+    masked: list[Generated],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = DeviceEngine(TARGET, params, replace(engine.config, token_masks=False))
     with pytest.raises(ValueError, match="token_mask: the engine was made without token_masks"):
-        generate(plain, [[1]], [SamplingParams()], 1, allow=[two_in_three])
-    masking = DeviceEngine(TARGET, params, replace(config, token_masks=True))
-    masking.warm_up()
-    for bucket in [bucket for bucket in masking._programs if bucket.mask_words]:
-        del masking._programs[bucket]
-    generate(masking, [[1]], [SamplingParams()], 3, allow=[None])
-    assert masking.compiles_after_warm_up == 0
-    generate(masking, [[1]], [SamplingParams()], 3, allow=[two_in_three])
-    assert masking.compiles_after_warm_up == 1
+        generate(plain, PROMPTS[:1], SAMPLINGS[:1], 1, allow=ALLOWS[:1])
+    assert len(engine.config.buckets()) == 1
+    both = engine._programs
+    assert len(both) == 2
+    for allow in (None, two_in_three):
+        only = {b: program for b, program in both.items() if bool(b.mask_words) == bool(allow)}
+        monkeypatch.setattr(engine, "_programs", only)
+        generate(engine, PROMPTS[:1], SAMPLINGS[:1], 3, allow=[allow])
+        assert len(only) == 1  # the other one was not compiled anew
