@@ -39,6 +39,7 @@ from kernels.chips import Chip
 from kernels.kv_commit.api import kv_commit
 from kernels.kv_layout import copy_pages, pages_bytes, pages_shape
 from kernels.tree_attention.api import tree_attention
+from models.device import compile_all
 from models.eagle3 import HeadConfig, head_embed, head_forward, head_fuse
 from models.layers import Params
 from models.sharding import PAGES_SPEC, WHOLE_SPEC, parameter_specs, split_over
@@ -150,11 +151,8 @@ class DeviceEngine:
         self.compiles_after_warm_up = 0
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles every bucket's program."""
-        for done, bucket in enumerate(self._buckets, start=1):
-            self._program(bucket)
-            if progress is not None:
-                progress(done, len(self._buckets))
+        """Compiles every bucket's program, several at a time."""
+        compile_all(self._program, self._buckets, progress)
         self._warm = True
 
     def run_each_once(self) -> None:

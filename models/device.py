@@ -3,8 +3,11 @@ hosts whose devices together make one mesh."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -13,6 +16,11 @@ from common.errors import StartupError
 
 _JOIN_SECONDS = 300
 _HEARTBEAT_SECONDS = 100
+
+MAX_COMPILES = 4
+"""At a time; each holds a program's whole intermediate form, which for many layers is large."""
+
+Bucket = TypeVar("Bucket")
 
 
 def set_up_jax(config: DeviceConfig) -> None:
@@ -46,6 +54,24 @@ def set_up_jax(config: DeviceConfig) -> None:
             f"platform: no {config.platform} device ({reason}); set --platform cpu, or"
             " install what the device needs (for a TPU: pip install 'canopy-spec[tpu]')"
         ) from error
+
+
+def compile_all(
+    compile_one: Callable[[Bucket], object],
+    buckets: Sequence[Bucket],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Calls `compile_one` for every bucket, on as many threads as there are cores: the compiler
+    does not hold Python's lock, and one program is traced while others are compiled.
+
+    `progress` gets the number of those done, in their order, and of all. Raises what the first
+    call that failed has raised; those not begun are left out then.
+    """
+    num_threads = min(MAX_COMPILES, os.cpu_count() or 1)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
+        for done, _ in enumerate(pool.map(compile_one, buckets), start=1):
+            if progress is not None:
+                progress(done, len(buckets))
 
 
 def leave_hosts() -> None:

@@ -19,6 +19,7 @@ from kernels.backend import Backend
 from kernels.chips import Chip
 from kernels.kv_layout import pages_bytes, pages_shape
 from models.config import TargetConfig
+from models.device import compile_all
 from models.layers import Params
 from models.sharding import PAGES_SPEC
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
@@ -121,11 +122,8 @@ class DeviceEngine:
         self.compiles_after_warm_up = 0
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles every bucket's program."""
-        for done, bucket in enumerate(self._buckets, start=1):
-            self._program(bucket)
-            if progress is not None:
-                progress(done, len(self._buckets))
+        """Compiles every bucket's program, several at a time."""
+        compile_all(self._program, self._buckets, progress)
         self._warm = True
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:

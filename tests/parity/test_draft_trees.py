@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -184,6 +185,33 @@ def test_sequences_of_a_step_do_not_touch_each_other(tiny: Any) -> None:
     for tree, outcome in zip(alone, together, strict=True):
         assert_equal_trees(outcome.tree, tree)
     assert engine.compiles_after_warm_up == 0
+
+
+def test_a_step_is_one_transfer_up_and_one_down_and_gives_its_pages_up(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, engine = tiny
+    sent: list[Any] = []
+    given_up: list[jax.Array] = []
+    results: list[Any] = []
+
+    def watch(program: Any) -> Any:
+        def run(params: Any, pages: jax.Array, *inputs: Any) -> Any:
+            sent.extend(inputs)
+            given_up.append(pages)
+            new_pages, *out = program(params, pages, *inputs)
+            results.extend(out)
+            return new_pages, *out
+
+        return run
+
+    programs = {bucket: watch(program) for bucket, program in engine._programs.items()}
+    monkeypatch.setattr(engine, "_programs", programs)
+    tokens, features = random_history(5, 9)
+    grow(engine, tokens, features, [5], PAGES)  # a step that extends, one that drafts
+    assert [(type(array), array.ndim) for array in sent] == [(np.ndarray, 1)] * 2
+    assert len(results) == 2  # of each step one array, beside the pages
+    assert all(pages.is_deleted() for pages in given_up)
 
 
 def test_not_a_number_in_features_costs_the_tree_alone(tiny: Any) -> None:

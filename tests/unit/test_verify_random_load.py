@@ -176,6 +176,71 @@ def test_no_load_compiles_or_leaks(engine: DeviceEngine, seed: int) -> None:
     assert machine.page_counts.available == LIMITS.num_pages
 
 
+class Watched:
+    """An array on the device that notes when it is fetched."""
+
+    def __init__(self, name: str, array: jax.Array, fetched: list[str]) -> None:
+        self._name, self._array, self._fetched = name, array, fetched
+
+    def copy_to_host_async(self) -> None:
+        self._array.copy_to_host_async()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self._fetched.append(self._name)
+        return np.asarray(self._array)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "features", "wanted"),
+    [
+        (SamplingParams(temperature=0.9, top_k=5, logprobs=True), False, {"small"}),
+        (SamplingParams(frequency_penalty=0.5), True, {"small", "features"}),
+        (SamplingParams(logprobs=True, top_logprobs=2), False, {"small", "top"}),
+    ],
+)
+def test_a_step_is_one_transfer_up_and_one_down_and_gives_its_buffers_up(
+    engine: DeviceEngine,
+    sampling: SamplingParams,
+    features: bool,
+    wanted: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Features, and what few ask for, come down beside, where asked for."""
+    fetched: list[str] = []
+    sent: list[Any] = []
+    given_up: list[Any] = []
+
+    def watch(program: Any) -> Any:
+        def run(state: Any, buffer: Any) -> Any:
+            leaves = jax.tree.leaves((state, buffer))
+            sent.extend(leaf for leaf in leaves if not isinstance(leaf, jax.Array))
+            given_up.extend(jax.tree.leaves(state))
+            out = program(state, buffer)
+            names = ("small", "top", "prompt", "features")
+            watched = {
+                name: jax.tree.map(lambda a, n=name: Watched(n, a, fetched), getattr(out, name))
+                for name in names
+            }
+            return out._replace(**watched)
+
+        return run
+
+    programs = {bucket: watch(program) for bucket, program in engine._programs.items()}
+    monkeypatch.setattr(engine, "_programs", programs)
+    machine = VerifyMachine(LIMITS)
+    machine.connect(1)
+    opening = Open(
+        sequence_id=b"1" * 16, epoch=1, tokens=(1, 2, 3), num_prompt_tokens=3, sampling=sampling,
+        max_total_tokens=20, stop_tokens=(), wants_features=features,
+    )  # fmt: skip
+    machine.handle(1, [opening], 0.0)
+    engine.run(machine.plan(0.0).works)
+    assert len(sent) == 1
+    assert set(fetched) == wanted
+    assert fetched.count("small") == 1
+    assert all(leaf.is_deleted() for leaf in given_up)
+
+
 def test_listener_hears_compilations() -> None:
     with counted_compiles() as compiles:
         jax.jit(lambda x: x * 3 + 1)(np.arange(13, dtype=np.float32))
