@@ -17,7 +17,7 @@ from hosts import Pair, note_states
 from verify_client import Generation, Guess, VerifyClient
 
 from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
-from canopy.v1 import types_pb2
+from canopy.v1 import types_pb2, verify_pb2
 from common.types import SamplingParams
 from models.target import load_target
 from tests.e2e.metrics import read_metric
@@ -91,12 +91,16 @@ def assert_near(alone: Generated, other: Generation) -> None:
 
 
 async def test_two_hosts_give_the_tokens_of_one_and_drain_together(
-    pair: Pair, target: Path
+    pair: Pair, target: Path, cache: Path
 ) -> None:
     single = DeviceEngine(*load_target(target, boundaries=[0, 1]), ENGINE)
     alone = generate(single, PROMPTS, SAMPLINGS, NUM_TOKENS)
     assert read_metric(pair.metrics_address, "canopy_verify_hosts_missing") == 0
+    assert any(cache.iterdir()), "compiled programs are kept"
     async with client_of(pair) as client:
+        info = await client.stub.GetVerifyInfo(verify_pb2.GetVerifyInfoRequest())
+        assert {point.num_tokens for point in info.step_times} == {32}, "the measured curve"
+        assert all(point.seconds > 0 for point in info.step_times)
         for right in (None, 0.8):
             others = await asyncio.gather(
                 *(
