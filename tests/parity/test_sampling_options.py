@@ -271,11 +271,9 @@ def test_only_steps_with_a_mask_run_programs_with_masks(
     plain = DeviceEngine(TARGET, params, replace(engine.config, token_masks=False))
     with pytest.raises(ValueError, match="token_mask: the engine was made without token_masks"):
         generate(plain, PROMPTS[:1], SAMPLINGS[:1], 1, allow=ALLOWS[:1])
-    assert len(engine.config.buckets()) == 1
     both = engine._programs
-    assert len(both) == 2
     for allow in (None, two_in_three):
         only = {b: program for b, program in both.items() if bool(b.mask_words) == bool(allow)}
         monkeypatch.setattr(engine, "_programs", only)
         generate(engine, PROMPTS[:1], SAMPLINGS[:1], 3, allow=[allow])
-        assert len(only) == 1  # the other one was not compiled anew
+        assert all(bool(b.mask_words) == bool(allow) for b in only), "compiled what it has not"
