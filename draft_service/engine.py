@@ -29,7 +29,7 @@ from draft_service.batch import Bucket, pack, unpack_tree
 from draft_service.expand import Growth, Prefix, expand
 from draft_service.feature_words import num_words, take_rows
 from draft_service.int8 import reading_int8
-from draft_service.scoring import score, turn_output_table
+from draft_service.scoring import lay_out, score
 from draft_service.shared_noise import SharedNoise
 from draft_service.stem import run_stem
 from draft_service.step import SequenceOutcome, SequenceWork
@@ -131,7 +131,7 @@ class DeviceEngine:
         self.head, self.config = head, config
         self._mesh = mesh if head.num_shards > 1 else None
         self._group = group
-        self._params = turn_output_table(params)
+        self._params = lay_out(params)
         self._feature_dtype = np.dtype(head.dtype if feature_dtype is None else feature_dtype)
         self._feature_words = num_words(head.feature_size, self._feature_dtype)
         shape = pages_shape(
