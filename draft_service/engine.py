@@ -48,7 +48,9 @@ _logger = get_logger("draft.engine")
 REPEATS = 4
 """Runs of a step whose time is measured."""
 
-COMPILER_OPTIONS = {"cpu": {"xla_cpu_copy_insertion_use_region_analysis": True}}
+COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
+    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True}
+}
 """By platform. Without its analysis of regions XLA does not see on the CPU that attention has read
 the pages before their new rows are written, and copies all of them in every step."""
 

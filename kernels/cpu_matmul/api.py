@@ -12,6 +12,9 @@ from kernels.cpu_matmul.packing import WIDTH, pack, packed_shape
 
 _logger = get_logger("kernels.cpu_matmul")
 
+TARGET = "canopy_packed_matmul"
+
+
 def packed_matmul(x: jax.Array, packed: jax.Array, num_columns: int) -> jax.Array:
     """float32 [M, N] = x [M, K] @ w [K, N], of x float32 and `packed` = `packing.pack(w)`.
 
@@ -19,6 +22,11 @@ def packed_matmul(x: jax.Array, packed: jax.Array, num_columns: int) -> jax.Arra
     once, x once per block of it (from cache), the result once. Call it where `is_available`.
     Raises ValueError for other shapes or dtypes.
     """
+    return call_packed(_registered(), x, packed, num_columns)
+
+
+def call_packed(name: str, x: jax.Array, packed: jax.Array, num_columns: int) -> jax.Array:
+    """`packed_matmul` by the custom call of that name."""
     if x.ndim != 2 or packed.shape != packed_shape(x.shape[1], num_columns) or 0 in x.shape:
         raise ValueError(
             f"x {x.shape}, packed {packed.shape}: of {num_columns} columns"
@@ -27,7 +35,8 @@ def packed_matmul(x: jax.Array, packed: jax.Array, num_columns: int) -> jax.Arra
     if x.dtype != jnp.float32 or packed.dtype != jnp.float32:
         raise ValueError(f"x {x.dtype}, packed {packed.dtype}: both must be float32")
     width = packed.shape[0] * WIDTH
-    call = jax.ffi.ffi_call(_registered(), jax.ShapeDtypeStruct((x.shape[0], width), jnp.float32))
+    out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.float32)  # type: ignore[no-untyped-call]
+    call = jax.ffi.ffi_call(name, out)
     y: jax.Array = call(x, packed)
     return y if width == num_columns else y[:, :num_columns]
 
@@ -49,6 +58,8 @@ def is_available() -> bool:
 
 @functools.cache
 def _registered() -> str:
-    from kernels.cpu_matmul.build import registered_handler
+    """The custom call's name. llvmlite, which may be missing, is looked for at the first use."""
+    from kernels.cpu_matmul.build import register_handler
 
-    return registered_handler()
+    register_handler(TARGET)
+    return TARGET

@@ -8,7 +8,6 @@ from kernels.cpu_matmul.ffi_frame import register
 from kernels.cpu_matmul.handler import HANDLER, handler_module
 from kernels.cpu_matmul.tile import AVX2, AVX512, Registers
 
-TARGET = "canopy_packed_matmul"
 _compiled: list[object] = []  # code lives as long as its engine does
 
 
@@ -44,8 +43,11 @@ def compile_handler(registers: Registers) -> int:
     return address
 
 
-def registered_handler() -> str:
-    """The name by which jax knows the custom call; call it once a process."""
-    features = dict(llvm.get_host_cpu_features())
-    register(TARGET, compile_handler(host_registers(features)))
-    return TARGET
+def register_handler(name: str, registers: Registers | None = None) -> None:
+    """Makes jax know the custom call by `name`, once a process; `registers`: None for this CPU's.
+
+    Raises RuntimeError for a CPU that cannot, and what llvmlite and jax raise.
+    """
+    if registers is None:
+        registers = host_registers(dict(llvm.get_host_cpu_features()))
+    register(name, compile_handler(registers))

@@ -8,24 +8,29 @@ XLA itself compares versions when a handler is registered, and refuses another m
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 
 VERSION = (0, 3)
 
 
+Layout = Sequence[tuple[str, Any]]
+
+
 class _Struct(ctypes.Structure):
     """All of them begin so."""
 
-    _fields_ = (("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p))
+    _fields_: ClassVar[Layout] = (("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p))
 
 
 class Version(_Struct):
-    _fields_ = (("major", ctypes.c_int32), ("minor", ctypes.c_int32))
+    _fields_: ClassVar[Layout] = (("major", ctypes.c_int32), ("minor", ctypes.c_int32))
 
 
 class Metadata(ctypes.Structure):
-    _fields_ = (
+    _fields_: ClassVar[Layout] = (
         ("struct_size", ctypes.c_size_t),
         ("version", Version),
         ("traits", ctypes.c_uint32),
@@ -36,7 +41,7 @@ class Metadata(ctypes.Structure):
 class MetadataExtension(ctypes.Structure):
     """What XLA hangs on a call that asks for a handler's version instead of running it."""
 
-    _fields_ = (
+    _fields_: ClassVar[Layout] = (
         ("struct_size", ctypes.c_size_t),
         ("type", ctypes.c_int32),
         ("next", ctypes.c_void_p),
@@ -47,11 +52,15 @@ class MetadataExtension(ctypes.Structure):
 class Buffers(_Struct):
     """Arguments, or results: `items` points to `size` pointers to `Buffer`s."""
 
-    _fields_ = (("size", ctypes.c_int64), ("types", ctypes.c_void_p), ("items", ctypes.c_void_p))
+    _fields_: ClassVar[Layout] = (
+        ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("items", ctypes.c_void_p),
+    )
 
 
 class Buffer(_Struct):
-    _fields_ = (
+    _fields_: ClassVar[Layout] = (
         ("dtype", ctypes.c_int32),
         ("data", ctypes.c_void_p),
         ("rank", ctypes.c_int64),
@@ -60,7 +69,7 @@ class Buffer(_Struct):
 
 
 class CallFrame(_Struct):
-    _fields_ = (
+    _fields_: ClassVar[Layout] = (
         ("api", ctypes.c_void_p),
         ("context", ctypes.c_void_p),
         ("stage", ctypes.c_int32),
@@ -73,7 +82,7 @@ class Api(_Struct):
     """The functions that XLA offers a handler; those before `error_destroy` and after
     `num_threads` are not used here."""
 
-    _fields_ = (
+    _fields_: ClassVar[Layout] = (
         ("version", Version),
         ("internal", ctypes.c_void_p),
         ("unused_errors", ctypes.c_void_p * 2),
@@ -85,17 +94,21 @@ class Api(_Struct):
 
 
 class ErrorDestroy(_Struct):
-    _fields_ = (("error", ctypes.c_void_p),)
+    _fields_: ClassVar[Layout] = (("error", ctypes.c_void_p),)
 
 
 class Schedule(_Struct):
     """Asks for a task on XLA's own pool of threads."""
 
-    _fields_ = (("context", ctypes.c_void_p), ("task", ctypes.c_void_p), ("data", ctypes.c_void_p))
+    _fields_: ClassVar[Layout] = (
+        ("context", ctypes.c_void_p),
+        ("task", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+    )
 
 
 class NumThreads(_Struct):
-    _fields_ = (("context", ctypes.c_void_p), ("count", ctypes.c_void_p))
+    _fields_: ClassVar[Layout] = (("context", ctypes.c_void_p), ("count", ctypes.c_void_p))
 
 
 def register(name: str, address: int) -> None:

@@ -24,7 +24,9 @@ class Job(ctypes.Structure):
     """What threads share. `taken` and `done` count blocks, `users` the threads that still may look
     at it."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("taken", "done", "users", "m", "k", "blocks"))
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("taken", "done", "users", "m", "k", "blocks")
+    )
     _fields_ += tuple((name, ctypes.c_void_p) for name in ("x", "packed", "out"))
 
 
