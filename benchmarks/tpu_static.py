@@ -66,7 +66,7 @@ def compile_ours(chip_name: str, shape: Shape) -> int:
     chip, bf16, i32 = CHIPS[chip_name], jnp.bfloat16, jnp.int32
     q_heads, rows = shape.kv_heads * shape.group, shape.batch * shape.nodes
     per_sequence, words = shape.context // shape.page_size, -(-shape.nodes // 32)
-    heads = Heads(shape.kv_heads, shape.group, shape.head_dim, 1.0, bf16)
+    heads = Heads(shape.kv_heads, shape.group, shape.head_dim, 1.0, bf16, chip.matrix_units)
     blocks = choose_blocks(
         chip,
         heads,
@@ -221,9 +221,11 @@ def _keys(chip_name: str, shape: Shape) -> int:
     from kernels.tree_attention.blocks import choose_blocks
     from kernels.tree_attention.compute import Heads
 
+    chip = CHIPS[chip_name]
+    bf16, units = jnp.bfloat16, chip.matrix_units
     return choose_blocks(
-        CHIPS[chip_name],
-        Heads(shape.kv_heads, shape.group, shape.head_dim, 1.0, jnp.bfloat16),
+        chip,
+        Heads(shape.kv_heads, shape.group, shape.head_dim, 1.0, bf16, units),
         page_size=shape.page_size,
         pages_per_sequence=shape.context // shape.page_size,
         num_rows=shape.batch * shape.nodes,

@@ -19,9 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 LANES = 128
-MATRIX_UNITS = 4
-"""Per core, at most (v5e, v5p; v6e has two of four times the size)."""
-
 MASKED = -1e30
 """Score of a key that a row may not see: finite, so that a row without any key yet stays free of
 NaN; what such a row sums up is multiplied by exp2(-1e30 - max) = 0 as soon as a real key comes."""
@@ -39,6 +36,7 @@ class Heads:
     head_dim: int
     scale: float
     dtype: Any  # of q, pages and output
+    matrix_units: int  # of a core
 
     @property
     def q_heads(self) -> int:
@@ -92,7 +90,8 @@ class Scratch:
     sum: Ref  # [kv_heads, R, 128]       float32, one partial sum per lane
     decay: Ref  # [kv_heads, R, 128]     float32, exp2(old max - new max)
     out: Ref  # [kv_heads, R, q_width]   float32, not yet divided by the sum
-    staging: Ref  # [staging_rows, head_dim] float32: rows between the two orders
+    staging: Ref  # [staging_rows, head_dim] float32: queries between the two orders
+    out_staging: Ref  # likewise of the output
 
 
 def keys_and_values(heads: Heads, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -155,7 +154,7 @@ def _row_parts(heads: Heads, rows: int, keys: int) -> list[slice]:
 
     One product of few keys occupies one unit; with one or two KV heads the others would idle.
     """
-    count = max(1, MATRIX_UNITS * LANES // (keys * heads.kv_heads))
+    count = max(1, heads.matrix_units * LANES // (keys * heads.kv_heads))
     while count > 1 and rows % (16 * count):
         count //= 2
     size = rows // count

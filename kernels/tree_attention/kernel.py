@@ -35,6 +35,10 @@ from kernels.tree_attention.masks import Masks
 from kernels.tree_attention.refs import Buffers, Hbm, Item, Prefetched, Semaphores
 
 
+SPARE = 2
+"""The output buffer that nothing is sent from."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """Code generation for one set of static sizes; methods trace into the kernel's body."""
@@ -137,10 +141,6 @@ class Kernel:
         for copy in self.copies.inputs(item, half):
             copy.wait()
 
-        @pl.when(work - 2 >= begin)
-        def _free_out() -> None:
-            self.copies.out(self.item(work - 2), half).wait()
-
         def prefetch(target: jax.Array) -> None:
             """The next item's first KV block."""
 
@@ -152,22 +152,47 @@ class Kernel:
                 def _() -> None:
                     self.copies.fetch(after, other, jnp.int32(0), target)
 
+        previous = self.item(jnp.maximum(work - 1, begin))
         smallest = 0
         for tile in self.blocks.tiles:
 
-            @pl.when((item.num_rows > smallest) & (item.num_rows <= tile))
-            def _tile(tile: int = tile) -> None:
+            def takes(other: Item, above: int = smallest, most: int = tile) -> jax.Array:
+                return (other.num_rows > above) & (other.num_rows <= most)
+
+            @pl.when(takes(item))
+            def _tile(tile: int = tile, takes: Any = takes) -> None:
+                put_off = (work > begin) & takes(previous)
+
+                @pl.when(put_off & (work - 3 >= begin))
+                def _free() -> None:
+                    self.copies.out(self.item(work - 3), other).wait()
+
+                self.load_queries(half, tile)
+                self.store_output(jnp.where(put_off, other, SPARE), tile)
                 self.attend_tile(item, half, slot, tile, prefetch)
 
+                @pl.when(put_off)
+                def _send_previous() -> None:
+                    self.copies.out(previous, other).start()
+
+                def finish_now(_: jax.Array, __: None) -> None:
+                    @pl.when(work - 2 >= begin)
+                    def _free() -> None:
+                        self.copies.out(self.item(work - 2), half).wait()
+
+                    self.store_output(half, tile)
+                    self.copies.out(item, half).start()
+
+                cannot_wait = (work + 1 == end) | ~takes(after)
+                lax.fori_loop(0, cannot_wait.astype(jnp.int32), finish_now, None)
+
             smallest = tile
-        self.copies.out(item, half).start()
         return (slot + self.num_blocks(item)) % 2
 
     def attend_tile(
         self, item: Item, half: jax.Array, slot: jax.Array, tile: int, prefetch: Any
     ) -> None:
         heads, scratch = self.heads, self.scratch
-        self.load_queries(half, tile)
         num_words = self.buffers.bits.shape[2]
         bits = [self.buffers.bits[half, :tile, word, :] for word in range(num_words)]
         self.attend_block(item, half, bits, tile)
@@ -217,8 +242,6 @@ class Kernel:
             at = (slot + num_whole) % 2
             self.copies.await_pages(self.copies.block_pages(item, num_whole), at)
             self.attend_rest(item, at, num_whole * self.blocks.keys, lowest, tile)
-
-        self.store_output(half, tile)
 
     def whole_rows(self, at: jax.Array, h: int) -> tuple[jax.Array, jax.Array]:
         """K and V of head h in the KV block that has arrived in slot `at`."""
@@ -331,7 +354,7 @@ class Kernel:
 
     def store_output(self, half: jax.Array, tile: int) -> None:
         """One matrix per KV head -> token-major output, the other way round."""
-        heads, staging, stride = self.heads, self.scratch.staging, self.heads.padded_q_heads
+        heads, staging, stride = self.heads, self.scratch.out_staging, self.heads.padded_q_heads
         if not heads.turned_by_strides:
             shape = (heads.group, tile, heads.head_dim)
             outs = [
@@ -377,7 +400,7 @@ def body(*refs: Ref, heads: Heads, blocks: Blocks, window: int | None, page_size
     scalars, refs = Prefetched(*refs[:9]), refs[9:]
     hbm, refs = Hbm(*refs[:6]), refs[6:]
     buffers, refs = Buffers(*refs[:7]), refs[7:]
-    scratch, refs = Scratch(*refs[:8]), refs[8:]
+    scratch, refs = Scratch(*refs[:9]), refs[9:]
     copies = Copies(page_size, blocks.keys, scalars, hbm, buffers, Semaphores(*refs))
     masks = Masks(heads.group, window, page_size)
     Kernel(heads, blocks, copies, masks, scratch).run(pl.program_id(0))
