@@ -52,11 +52,12 @@ class Heads:
         """How queries and outputs go between token-major and head-major order: by loads and stores
         that step over a token's heads, or by transposes, which keep the cross-lane units busy.
 
-        Scheduled cycles per item (T = 32, v5e / v6e): 32 heads take 2,699 / 2,260 by strides and
-        2,220 / 1,638 by transposes; 8 heads 67 / 7 fewer by strides. The compiler has strided
-        loads of rows of one register's lanes alone.
+        Scheduled cycles per item by strides and by transposes, v5e / v6e: 32 heads of 128, T = 32:
+        2,637 / 1,977 and 2,067 / 1,243; 16 heads: 1,196 / 1,107 and 1,255 / 1,103; 8 heads: 885 /
+        994 and 918 / 992; 9 heads of 64, T = 16: 1,102 / 1,060 and 992 / 1,079. The compiler has
+        strided loads of rows of one register's lanes alone.
         """
-        return self.padded_q_heads <= 16 and self.head_dim <= LANES
+        return self.padded_q_heads <= 16 and self.head_dim == LANES
 
     @property
     def row_width(self) -> int:

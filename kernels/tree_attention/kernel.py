@@ -9,8 +9,8 @@ time. They seed maximum and sum, and hide the arrival of the first page;
 
 DMAs: KV blocks are double-buffered page by page; while a block is computed the next one, or the
 next item's first one, arrives. Queries, bits, first block rows and the page table row of the next
-item arrive during this one. Outputs leave during the next item. Nothing is padded per sequence:
-reads of q and writes of the output are exactly the sequence's rows.
+item arrive during this one. Outputs are finished and leave during the next item. Nothing is padded
+per sequence: reads of q and writes of the output are exactly the sequence's rows.
 
 HBM traffic per call: q and o once; every sequence's prefix pages once per tile of its rows; its
 block rows rounded up to 128; 512 bytes of bits per q row and word. VMEM: `blocks.vmem_bytes`.
@@ -33,7 +33,6 @@ from kernels.tree_attention.compute import Heads, Ref, Scratch, attend, finish, 
 from kernels.tree_attention.copies import Copies
 from kernels.tree_attention.masks import Masks
 from kernels.tree_attention.refs import Buffers, Hbm, Item, Prefetched, Semaphores
-
 
 SPARE = 2
 """The output buffer that nothing is sent from."""
@@ -127,7 +126,11 @@ class Kernel:
             self.clear_padding()
 
     def step(self, begin: jax.Array, end: jax.Array, work: jax.Array, slot: jax.Array) -> jax.Array:
-        """One work item; its first KV block is arriving in `slot`. Returns the next item's slot."""
+        """One work item; its first KV block is arriving in `slot`. Returns the next item's slot.
+
+        Its output is finished within the next item's block; where that one's tile has another size,
+        or there is none, at once.
+        """
         item, half = self.item(work), work % 2
         following = jnp.minimum(work + 1, end - 1)
         after, other = self.item(following), (work + 1) % 2
@@ -162,12 +165,10 @@ class Kernel:
             @pl.when(takes(item))
             def _tile(tile: int = tile, takes: Any = takes) -> None:
                 put_off = (work > begin) & takes(previous)
-
-                @pl.when(put_off & (work - 3 >= begin))
-                def _free() -> None:
-                    self.copies.out(self.item(work - 3), other).wait()
-
+                self.free_output(begin, work - 1, other, put_off)
                 self.load_queries(half, tile)
+                # In one run of instructions with this item's block, whose matmuls and reductions
+                # are waited for meanwhile. Where nothing was put off it stores what nobody reads.
                 self.store_output(jnp.where(put_off, other, SPARE), tile)
                 self.attend_tile(item, half, slot, tile, prefetch)
 
@@ -176,18 +177,25 @@ class Kernel:
                     self.copies.out(previous, other).start()
 
                 def finish_now(_: jax.Array, __: None) -> None:
-                    @pl.when(work - 2 >= begin)
-                    def _free() -> None:
-                        self.copies.out(self.item(work - 2), half).wait()
-
+                    self.free_output(begin, work, half, True)
                     self.store_output(half, tile)
                     self.copies.out(item, half).start()
 
+                # A loop of one turn or none: not part of what every item costs.
                 cannot_wait = (work + 1 == end) | ~takes(after)
                 lax.fori_loop(0, cannot_wait.astype(jnp.int32), finish_now, None)
 
             smallest = tile
         return (slot + self.num_blocks(item)) % 2
+
+    def free_output(
+        self, begin: jax.Array, work: jax.Array, half: jax.Array, is_used: jax.Array | bool
+    ) -> None:
+        """Waits until the output that item `work` takes the buffer over from has left it."""
+
+        @pl.when(is_used & (work - 2 >= begin))
+        def _wait() -> None:
+            self.copies.out(self.item(work - 2), half).wait()
 
     def attend_tile(
         self, item: Item, half: jax.Array, slot: jax.Array, tile: int, prefetch: Any
