@@ -145,25 +145,21 @@ def test_a_long_block_goes_in_pieces_and_two_cores_share_the_work() -> None:
     np.testing.assert_allclose(out, oracle(step), rtol=0, atol=2e-5)
 
 
-MANY_ITEMS = [Sequence(kv, 1, nodes) for kv, nodes in ((90, 4), (0, 5), (40, 3), (200, 7), (9, 2))]
-MANY_ITEMS += [Sequence(64, 20), Sequence(128, 1, 6), Sequence(0, 80), Sequence(30, 1)]
+MANY_ITEMS = [Sequence(kv_len, 1, nodes) for kv_len, nodes in ((40, 4), (0, 5), (9, 3), (128, 6))]
+MANY_ITEMS += [Sequence(64, 12), Sequence(30, 1)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_outputs_put_off_to_the_next_item_and_not_where_its_tile_differs(mode: Mode) -> None:
+def test_outputs_put_off_to_the_next_item_and_not_where_its_tile_differs() -> None:
     step = make_step(np.random.default_rng(3), MANY_ITEMS, **SMALL)
-    out = _run(step, mode, tiles=(8, 32))
+    out = _run(step, "on_wait", tiles=(8, 16))
     np.testing.assert_allclose(out, oracle(step), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_output_buffer_not_waited_for_is_caught(
-    monkeypatch: pytest.MonkeyPatch, mode: Mode
-) -> None:
+def test_an_output_buffer_not_waited_for_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kernel, "free_output", lambda self, *rest: None)
     step = make_step(np.random.default_rng(3), MANY_ITEMS, **SMALL)
-    with pytest.raises((KernelFault, AssertionError)):
-        np.testing.assert_allclose(_run(step, mode, tiles=(8, 32)), oracle(step), rtol=0, atol=2e-5)
+    with pytest.raises(KernelFault):
+        _run(step, "eager", tiles=(8, 24))
 
 
 @pytest.mark.parametrize("mode", MODES)
