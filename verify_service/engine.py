@@ -20,7 +20,9 @@ from kernels.chips import Chip
 from kernels.kv_layout import pages_bytes, pages_shape
 from models.config import TargetConfig
 from models.layers import Params
+from models.packing import pack_parameters, wants_packing
 from models.sharding import PAGES_SPEC
+from models.target import scoring_table
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
 from verify_service.outcomes import HostArrays, cut_outcomes
 from verify_service.program import DeviceState, SplitStep, StepOutput, StepParts, WholeStep
@@ -96,6 +98,8 @@ class DeviceEngine:
         """
         self.target, self.config = target, config
         self._group = group
+        if wants_packing(params):
+            params = pack_parameters(params, scoring_table(target))
         self._params = params
         self._mesh = mesh if target.num_shards > 1 else None
         shape = pages_shape(
