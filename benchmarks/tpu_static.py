@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,9 +171,22 @@ def report(chip_name: str, shape: Shape, with_jax: bool) -> dict[str, Any]:
     ours["tail_cycles_per_piece"] = pieces[-1].cycles if pieces else None
     result = {"chip": chip_name, "kernel": "tree_attention", **dataclasses.asdict(shape)} | ours
     if with_jax:
-        other = compile_and_read([*command, "--compile", "jax"], "ragged_paged_attention_kernel")
-        result["jax_ragged_paged_attention"] = _hot(other, other.hottest(), 512, chip_name, shape)
+        try:
+            other = compile_and_read(
+                [*command, "--compile", "jax"], "ragged_paged_attention_kernel"
+            )
+            figures = _hot(other, other.hottest(), 512, chip_name, shape)
+        except RuntimeError as error:  # some shapes it is not made for
+            figures = {"refused": refusal(str(error))}
+        result["jax_ragged_paged_attention"] = figures
     return result
+
+
+def refusal(output: str) -> str:
+    """The last error that a failed run names; its last line if it names none."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (named or lines or ["no output"])[-1]
 
 
 def compile_sampling(chip_name: str, vocab: int) -> None:
