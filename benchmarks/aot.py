@@ -21,9 +21,11 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask fo
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.chips import CHIPS, Chip
+from models.row_major import ROW_MAJOR
 
 LARGER_TOPOLOGIES = {"v5e": ("v5e:2x2", "v5e:2x4"), "v6e": ("v6e:2x2", "v6e:2x4")}
 """Where the smallest topology has one chip: names with four and with eight."""
@@ -35,11 +37,13 @@ WHOLE = PartitionSpec()  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class Argument:
-    """An abstract argument: shape, dtype, and over which mesh axis each dimension is split."""
+    """An abstract argument: shape, dtype, over which mesh axis each dimension is split, and whether
+    it is laid by rows (models/row_major.py), not as the compiler would choose."""
 
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec = WHOLE
+    row_major: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,9 +150,7 @@ def compile_for(
     ...).
     """
     abstract = [
-        jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-            a.shape, a.dtype, sharding=NamedSharding(mesh, a.spec)
-        )
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_format(mesh, a))  # type: ignore[no-untyped-call]
         for a in arguments
     ]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -164,6 +166,11 @@ def compile_for(
         alias_bytes=memory.alias_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
     )
+
+
+def _format(mesh: Mesh, argument: Argument) -> Format | NamedSharding:
+    sharding = NamedSharding(mesh, argument.spec)
+    return Format(ROW_MAJOR, sharding) if argument.row_major else sharding
 
 
 def _compile_with_text(lowered: Any) -> tuple[Any, str]:

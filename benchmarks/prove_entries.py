@@ -33,6 +33,7 @@ _STEPS = (
     "kernels/**/*.py",
     "models/layers.py",
     "models/rope.py",
+    "models/row_major.py",
     "models/trees.py",
 )
 

@@ -146,7 +146,6 @@ def _step(entry: Entry) -> dict[str, Any]:
     weights = {tuple(sorted(shape)) for shape in step.weights}
     in_hbm = program.result_shapes("copy", in_hbm=True)
     copied = sorted({s for s in in_hbm if tuple(sorted(s)) in weights})
-    known = [list(s) for s in copied if s in step.known_copies]
     size = step.pages_bytes // 2
     return {
         **_figures(program),
@@ -155,8 +154,7 @@ def _step(entry: Entry) -> dict[str, Any]:
         "temp_limit_bytes": step.temp_limit_bytes,
         "donated": True,
         "vocab_size": step.vocab_size,
-        "copied_weights": [list(s) for s in copied if s not in step.known_copies],
-        "known_copies": known,
+        "copied_weights": [list(s) for s in copied],
         "copied_pages": any(math.prod(shape) >= size for shape in {*in_hbm} - {*copied}),
         "collectives": {
             c: [len(program.operations(c)), program.largest_result(c)]

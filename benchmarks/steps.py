@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.aot import WHOLE, Argument
 from benchmarks.programs import Call
@@ -30,10 +30,12 @@ from models.config import TargetConfig, default_boundaries
 from models.eagle3 import FeatureKind, FuseNorm, HeadConfig, TableSource
 from models.eagle3.module import head_shapes
 from models.rope import RopeConfig
+from models.row_major import is_looked_up
 from models.sharding import (
     PAGES_SPEC,
     VOCABULARY_SPEC,
     WHOLE_SPEC,
+    Split,
     global_shape,
     parameter_spec,
     split_over,
@@ -224,9 +226,9 @@ SERVED = (
 class Step:
     """A call and what to look for in it.
 
-    `weights`: shapes of the large ones on a chip, which no copy may make but `known_copies`;
-    `pages_bytes` of a chip; `vocab_size` that no sort may reach; `temp_limit_bytes`: an eighth of
-    the pages, and what a step cannot be without.
+    `weights`: shapes of the large ones on a chip, which no copy may make; `pages_bytes` of a chip;
+    `vocab_size` that no sort may reach; `temp_limit_bytes`: an eighth of the pages, and what a step
+    cannot be without.
     """
 
     call: Call
@@ -234,19 +236,18 @@ class Step:
     pages_bytes: int
     vocab_size: int
     temp_limit_bytes: int
-    known_copies: tuple[tuple[int, ...], ...] = ()
-
-
-def _odd_tables(target: TargetConfig) -> tuple[tuple[int, ...], ...]:
-    """Vocabulary tables whose width is no multiple of 128: XLA for TPU lays their rows along the
-    lanes, which pads nothing, and turns them for the look-up of embeddings in every step."""
-    if target.hidden_size % 128 == 0:
-        return ()
-    return ((target.vocab_size, target.hidden_size),)
 
 
 def _large(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted({s for s in shapes if len(s) == 2 and s[0] * s[1] >= 2**18}))
+
+
+def _weight(
+    config: Split, path: tuple[str, ...], own: tuple[int, ...], spec: PartitionSpec
+) -> Argument:
+    """As it lies when it was loaded; `own`: the shape of a chip's part."""
+    shape = global_shape(config, path, own)
+    return Argument(shape, BF16, spec, row_major=is_looked_up(path))
 
 
 def _nbytes(shape: tuple[int, ...]) -> int:
@@ -291,9 +292,7 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
         page_size=served.page_size,
         head_dim=target.head_dim,
     )
-    weights = [
-        Argument(global_shape(target, path, own), BF16, specs[path]) for path, own in local.items()
-    ]
+    weights = [_weight(target, path, own, specs[path]) for path, own in local.items()]
     pages = Argument(shape, BF16, PAGES_SPEC if mesh else WHOLE)
     buffer = Argument((config.shape.packing(bucket).size,), jnp.int32)
     slots = (config.max_sequences, target.stored_vocab_size)
@@ -312,7 +311,6 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
         # scaled, perturbed. Compiled for 8B on four v5e: 5.0 times, all else of the step included.
         temp_limit_bytes=_nbytes(shape) // target.num_shards // 8
         + 6 * 4 * rows * target.local_vocab_size,
-        known_copies=_odd_tables(target),
     )
 
 
@@ -384,7 +382,6 @@ def draft(served: Served, chip: Chip, mesh: Mesh | None = None) -> Step:
         page_size=served.page_size,
         head_dim=head.attention.head_dim,
     )
-    odd = _odd_tables(served.target)
     size = engine._packing(bucket).size
     return Step(
         call=Call(
@@ -393,13 +390,12 @@ def draft(served: Served, chip: Chip, mesh: Mesh | None = None) -> Step:
                 Argument(shape, BF16, PAGES_SPEC if mesh else WHOLE),
                 Argument((size,), jnp.int32),
                 Argument((head.draft_vocab_size,), jnp.int32),
-                *[Argument(global_shape(head, p, s), BF16, specs[p]) for p, s in local.items()],
+                *[_weight(head, path, own, specs[path]) for path, own in local.items()],
             ],
             donate=(0,),
         ),
         weights=_large(list(local.values())),
         pages_bytes=_nbytes(shape) // head.num_shards,
         vocab_size=head.local_draft_vocab_size,
-        temp_limit_bytes=_nbytes(shape) // head.num_shards // 8 + int(1.2 * sum(map(_nbytes, odd))),
-        known_copies=odd,
+        temp_limit_bytes=_nbytes(shape) // head.num_shards // 8,
     )

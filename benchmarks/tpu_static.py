@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,7 @@ def compile_ours(chip_name: str, shape: Shape) -> int:
     chip, bf16, i32 = CHIPS[chip_name], jnp.bfloat16, jnp.int32
     q_heads, rows = shape.kv_heads * shape.group, shape.batch * shape.nodes
     per_sequence, words = shape.context // shape.page_size, -(-shape.nodes // 32)
-    heads = Heads(shape.kv_heads, shape.group, shape.head_dim, 1.0, bf16)
+    heads = Heads(shape.kv_heads, shape.group, shape.head_dim, 1.0, bf16, chip.matrix_units)
     blocks = choose_blocks(
         chip,
         heads,
@@ -170,9 +171,22 @@ def report(chip_name: str, shape: Shape, with_jax: bool) -> dict[str, Any]:
     ours["tail_cycles_per_piece"] = pieces[-1].cycles if pieces else None
     result = {"chip": chip_name, "kernel": "tree_attention", **dataclasses.asdict(shape)} | ours
     if with_jax:
-        other = compile_and_read([*command, "--compile", "jax"], "ragged_paged_attention_kernel")
-        result["jax_ragged_paged_attention"] = _hot(other, other.hottest(), 512, chip_name, shape)
+        try:
+            other = compile_and_read(
+                [*command, "--compile", "jax"], "ragged_paged_attention_kernel"
+            )
+            figures = _hot(other, other.hottest(), 512, chip_name, shape)
+        except RuntimeError as error:  # some shapes it is not made for
+            figures = {"refused": refusal(str(error))}
+        result["jax_ragged_paged_attention"] = figures
     return result
+
+
+def refusal(output: str) -> str:
+    """The last error that a failed run names; its last line if it names none."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (named or lines or ["no output"])[-1]
 
 
 def compile_sampling(chip_name: str, vocab: int) -> None:
@@ -221,9 +235,11 @@ def _keys(chip_name: str, shape: Shape) -> int:
     from kernels.tree_attention.blocks import choose_blocks
     from kernels.tree_attention.compute import Heads
 
+    chip = CHIPS[chip_name]
+    bf16, units = jnp.bfloat16, chip.matrix_units
     return choose_blocks(
-        CHIPS[chip_name],
-        Heads(shape.kv_heads, shape.group, shape.head_dim, 1.0, jnp.bfloat16),
+        chip,
+        Heads(shape.kv_heads, shape.group, shape.head_dim, 1.0, bf16, units),
         page_size=shape.page_size,
         pages_per_sequence=shape.context // shape.page_size,
         num_rows=shape.batch * shape.nodes,

@@ -29,6 +29,11 @@ class Chip:
     mxu_width: int  # rows and columns of one matrix unit
 
     @property
+    def matrix_units(self) -> int:
+        """Of a core: four of 128 x 128, or two of 256 x 256."""
+        return 512 // self.mxu_width
+
+    @property
     def hbm_bytes_per_core_cycle(self) -> float:
         """Bytes that HBM brings one core in one of its cycles."""
         return self.hbm_bytes_per_second / self.cores / self.clock_hz

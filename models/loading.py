@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from models.checkpoint import Checkpoint, HostArray, TensorEntry
 from models.config import TargetConfig
 from models.families import family_named
+from models.row_major import is_looked_up, lay_by_rows
 from models.sharding import Share, Split, global_shape, parameter_spec, share_of, split_axis
 
 MAX_BLOCK_BYTES = 64 << 20
@@ -80,8 +81,7 @@ def _place(
     entries = [checkpoint.checked_entry(name, _stored(leaf, config)) for name in leaf.names]
     if mesh is None:
         [(_, buffer)] = _filled(leaf, entries, config, [0])
-        array: jax.Array = jax.device_put(buffer)
-        return array.block_until_ready()
+        return _on_default_device(buffer, leaf.path)
     here = _of_this_host(mesh)
     is_split = split_axis(leaf.path) is not None
     buffers = dict(
@@ -100,8 +100,7 @@ def place_whole(
 ) -> jax.Array:
     """A tensor that is on the host as one, cut for the chips; `shape`: of one chip's part."""
     if mesh is None:
-        array: jax.Array = jax.device_put(host)
-        return array.block_until_ready()
+        return _on_default_device(host, path)
     parts = []
     for shard, device in _of_this_host(mesh):
         part, share = host, share_of(config, path, shape, shard)
@@ -112,6 +111,11 @@ def place_whole(
             _copy_common(part, offset, host, [0] * host.ndim)
         parts.append(jax.device_put(part, device).block_until_ready())
     return _joined(parts, path, shape, config, mesh)
+
+
+def _on_default_device(host: HostArray, path: Path) -> jax.Array:
+    array: jax.Array = jax.device_put(host).block_until_ready()
+    return lay_by_rows(array) if is_looked_up(path) else array
 
 
 def _of_this_host(mesh: Mesh) -> list[tuple[int, jax.Device]]:
@@ -126,7 +130,8 @@ def _joined(
     """One array of the parts on this host's chips, and those on the others'."""
     sharding = NamedSharding(mesh, parameter_spec(path))
     whole = global_shape(config, path, shape)
-    return jax.make_array_from_single_device_arrays(whole, sharding, parts)
+    array = jax.make_array_from_single_device_arrays(whole, sharding, parts)
+    return lay_by_rows(array) if is_looked_up(path) else array
 
 
 def _stored(leaf: _Leaf, config: TargetConfig) -> tuple[int, ...]:

@@ -57,8 +57,8 @@ def vmem_bytes(heads: Heads, keys: int, tile: int, num_words: int) -> int:
     padded_heads = -(-heads.q_heads // 16) * 16
     kv = 2 * heads.kv_heads * keys * heads.row_width * item
     softmax = heads.kv_heads * rows * (keys * (4 + item) + 3 * LANES * 4 + width * (4 + item))
-    queries = 4 * tile * padded_heads * max(heads.head_dim, LANES) * item  # q and o, twice each
-    staging = staging_rows(heads, tile) * max(heads.head_dim, LANES) * 4
+    queries = 5 * tile * padded_heads * max(heads.head_dim, LANES) * item  # q twice, o three times
+    staging = 2 * staging_rows(heads, tile) * max(heads.head_dim, LANES) * 4
     block = 4 * heads.kv_heads * BLOCK_PIECE * heads.row_width * item
     bits = 2 * tile * max(num_words, 8) * LANES * 4
     return kv + softmax + queries + staging + block + bits

@@ -33,7 +33,7 @@ def _scratch_shapes(
         pltpu.VMEM((2, kv, BLOCK_PIECE, width), heads.dtype),
         pltpu.VMEM((2, kv, BLOCK_PIECE, width), heads.dtype),
         pltpu.VMEM((2, kv, blocks.keys, width), heads.dtype),
-        pltpu.VMEM((2, tile, heads.q_heads, heads.head_dim), heads.dtype),
+        pltpu.VMEM((3, tile, heads.q_heads, heads.head_dim), heads.dtype),
     ]
     most = max(blocks.keys, BLOCK_PIECE)
     softmax = [
@@ -44,7 +44,7 @@ def _scratch_shapes(
         pltpu.VMEM((kv, rows, LANES), f32),
         pltpu.VMEM((kv, rows, LANES), f32),
         pltpu.VMEM((kv, rows, heads.q_width), f32),
-        pltpu.VMEM((staging_rows(heads, tile), heads.head_dim), f32),
+        *[pltpu.VMEM((staging_rows(heads, tile), heads.head_dim), f32)] * 2,
     ]
     return [*buffers, *softmax, *[pltpu.SemaphoreType.DMA((2,)) for _ in range(7)]]
 
@@ -78,7 +78,7 @@ def tree_attention_pallas(
     """
     num_rows, q_heads, head_dim = q.shape
     kv_heads, page_size = pages.shape[2], pages.shape[3]
-    heads = Heads(kv_heads, q_heads // kv_heads, head_dim, scale, q.dtype)
+    heads = Heads(kv_heads, q_heads // kv_heads, head_dim, scale, q.dtype, chip.matrix_units)
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim: {head_dim} is none of {HEAD_DIMS}; use Backend.XLA")
     if page_size < MIN_PAGE or page_size & (page_size - 1):

@@ -19,9 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 LANES = 128
-MATRIX_UNITS = 4
-"""Per core, at most (v5e, v5p; v6e has two of four times the size)."""
-
 MASKED = -1e30
 """Score of a key that a row may not see: finite, so that a row without any key yet stays free of
 NaN; what such a row sums up is multiplied by exp2(-1e30 - max) = 0 as soon as a real key comes."""
@@ -39,6 +36,7 @@ class Heads:
     head_dim: int
     scale: float
     dtype: Any  # of q, pages and output
+    matrix_units: int  # of a core
 
     @property
     def q_heads(self) -> int:
@@ -54,11 +52,12 @@ class Heads:
         """How queries and outputs go between token-major and head-major order: by loads and stores
         that step over a token's heads, or by transposes, which keep the cross-lane units busy.
 
-        Scheduled cycles per item (T = 32, v5e / v6e): 32 heads take 2,699 / 2,260 by strides and
-        2,220 / 1,638 by transposes; 8 heads 67 / 7 fewer by strides. The compiler has strided
-        loads of rows of one register's lanes alone.
+        Scheduled cycles per item by strides and by transposes, v5e / v6e: 32 heads of 128, T = 32:
+        2,637 / 1,977 and 2,067 / 1,243; 16 heads: 1,196 / 1,107 and 1,255 / 1,103; 8 heads: 885 /
+        994 and 918 / 992; 9 heads of 64, T = 16: 1,102 / 1,060 and 992 / 1,079. The compiler has
+        strided loads of rows of one register's lanes alone.
         """
-        return self.padded_q_heads <= 16 and self.head_dim <= LANES
+        return self.padded_q_heads <= 16 and self.head_dim == LANES
 
     @property
     def row_width(self) -> int:
@@ -92,7 +91,8 @@ class Scratch:
     sum: Ref  # [kv_heads, R, 128]       float32, one partial sum per lane
     decay: Ref  # [kv_heads, R, 128]     float32, exp2(old max - new max)
     out: Ref  # [kv_heads, R, q_width]   float32, not yet divided by the sum
-    staging: Ref  # [staging_rows, head_dim] float32: rows between the two orders
+    staging: Ref  # [staging_rows, head_dim] float32: queries between the two orders
+    out_staging: Ref  # likewise of the output
 
 
 def keys_and_values(heads: Heads, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -155,7 +155,7 @@ def _row_parts(heads: Heads, rows: int, keys: int) -> list[slice]:
 
     One product of few keys occupies one unit; with one or two KV heads the others would idle.
     """
-    count = max(1, MATRIX_UNITS * LANES // (keys * heads.kv_heads))
+    count = max(1, heads.matrix_units * LANES // (keys * heads.kv_heads))
     while count > 1 and rows % (16 * count):
         count //= 2
     size = rows // count

@@ -9,8 +9,8 @@ time. They seed maximum and sum, and hide the arrival of the first page;
 
 DMAs: KV blocks are double-buffered page by page; while a block is computed the next one, or the
 next item's first one, arrives. Queries, bits, first block rows and the page table row of the next
-item arrive during this one. Outputs leave during the next item. Nothing is padded per sequence:
-reads of q and writes of the output are exactly the sequence's rows.
+item arrive during this one. Outputs are finished and leave during the next item. Nothing is padded
+per sequence: reads of q and writes of the output are exactly the sequence's rows.
 
 HBM traffic per call: q and o once; every sequence's prefix pages once per tile of its rows; its
 block rows rounded up to 128; 512 bytes of bits per q row and word. VMEM: `blocks.vmem_bytes`.
@@ -33,6 +33,9 @@ from kernels.tree_attention.compute import Heads, Ref, Scratch, attend, finish, 
 from kernels.tree_attention.copies import Copies
 from kernels.tree_attention.masks import Masks
 from kernels.tree_attention.refs import Buffers, Hbm, Item, Prefetched, Semaphores
+
+SPARE = 2
+"""The output buffer that nothing is sent from."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,11 @@ class Kernel:
             self.clear_padding()
 
     def step(self, begin: jax.Array, end: jax.Array, work: jax.Array, slot: jax.Array) -> jax.Array:
-        """One work item; its first KV block is arriving in `slot`. Returns the next item's slot."""
+        """One work item; its first KV block is arriving in `slot`. Returns the next item's slot.
+
+        Its output is finished within the next item's block; where that one's tile has another size,
+        or there is none, at once.
+        """
         item, half = self.item(work), work % 2
         following = jnp.minimum(work + 1, end - 1)
         after, other = self.item(following), (work + 1) % 2
@@ -137,10 +144,6 @@ class Kernel:
         for copy in self.copies.inputs(item, half):
             copy.wait()
 
-        @pl.when(work - 2 >= begin)
-        def _free_out() -> None:
-            self.copies.out(self.item(work - 2), half).wait()
-
         def prefetch(target: jax.Array) -> None:
             """The next item's first KV block."""
 
@@ -152,22 +155,52 @@ class Kernel:
                 def _() -> None:
                     self.copies.fetch(after, other, jnp.int32(0), target)
 
+        previous = self.item(jnp.maximum(work - 1, begin))
         smallest = 0
         for tile in self.blocks.tiles:
 
-            @pl.when((item.num_rows > smallest) & (item.num_rows <= tile))
-            def _tile(tile: int = tile) -> None:
+            def takes(other: Item, above: int = smallest, most: int = tile) -> jax.Array:
+                return (other.num_rows > above) & (other.num_rows <= most)
+
+            @pl.when(takes(item))
+            def _tile(tile: int = tile, takes: Any = takes) -> None:
+                put_off = (work > begin) & takes(previous)
+                self.free_output(begin, work - 1, other, put_off)
+                self.load_queries(half, tile)
+                # In one run of instructions with this item's block, whose matmuls and reductions
+                # are waited for meanwhile. Where nothing was put off it stores what nobody reads.
+                self.store_output(jnp.where(put_off, other, SPARE), tile)
                 self.attend_tile(item, half, slot, tile, prefetch)
 
+                @pl.when(put_off)
+                def _send_previous() -> None:
+                    self.copies.out(previous, other).start()
+
+                def finish_now(_: jax.Array, __: None) -> None:
+                    self.free_output(begin, work, half, True)
+                    self.store_output(half, tile)
+                    self.copies.out(item, half).start()
+
+                # A loop of one turn or none: not part of what every item costs.
+                cannot_wait = (work + 1 == end) | ~takes(after)
+                lax.fori_loop(0, cannot_wait.astype(jnp.int32), finish_now, None)
+
             smallest = tile
-        self.copies.out(item, half).start()
         return (slot + self.num_blocks(item)) % 2
+
+    def free_output(
+        self, begin: jax.Array, work: jax.Array, half: jax.Array, is_used: jax.Array | bool
+    ) -> None:
+        """Waits until the output that item `work` takes the buffer over from has left it."""
+
+        @pl.when(is_used & (work - 2 >= begin))
+        def _wait() -> None:
+            self.copies.out(self.item(work - 2), half).wait()
 
     def attend_tile(
         self, item: Item, half: jax.Array, slot: jax.Array, tile: int, prefetch: Any
     ) -> None:
         heads, scratch = self.heads, self.scratch
-        self.load_queries(half, tile)
         num_words = self.buffers.bits.shape[2]
         bits = [self.buffers.bits[half, :tile, word, :] for word in range(num_words)]
         self.attend_block(item, half, bits, tile)
@@ -217,8 +250,6 @@ class Kernel:
             at = (slot + num_whole) % 2
             self.copies.await_pages(self.copies.block_pages(item, num_whole), at)
             self.attend_rest(item, at, num_whole * self.blocks.keys, lowest, tile)
-
-        self.store_output(half, tile)
 
     def whole_rows(self, at: jax.Array, h: int) -> tuple[jax.Array, jax.Array]:
         """K and V of head h in the KV block that has arrived in slot `at`."""
@@ -331,7 +362,7 @@ class Kernel:
 
     def store_output(self, half: jax.Array, tile: int) -> None:
         """One matrix per KV head -> token-major output, the other way round."""
-        heads, staging, stride = self.heads, self.scratch.staging, self.heads.padded_q_heads
+        heads, staging, stride = self.heads, self.scratch.out_staging, self.heads.padded_q_heads
         if not heads.turned_by_strides:
             shape = (heads.group, tile, heads.head_dim)
             outs = [
@@ -377,7 +408,7 @@ def body(*refs: Ref, heads: Heads, blocks: Blocks, window: int | None, page_size
     scalars, refs = Prefetched(*refs[:9]), refs[9:]
     hbm, refs = Hbm(*refs[:6]), refs[6:]
     buffers, refs = Buffers(*refs[:7]), refs[7:]
-    scratch, refs = Scratch(*refs[:8]), refs[8:]
+    scratch, refs = Scratch(*refs[:9]), refs[9:]
     copies = Copies(page_size, blocks.keys, scalars, hbm, buffers, Semaphores(*refs))
     masks = Masks(heads.group, window, page_size)
     Kernel(heads, blocks, copies, masks, scratch).run(pl.program_id(0))

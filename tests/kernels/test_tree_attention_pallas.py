@@ -145,6 +145,23 @@ def test_a_long_block_goes_in_pieces_and_two_cores_share_the_work() -> None:
     np.testing.assert_allclose(out, oracle(step), rtol=0, atol=2e-5)
 
 
+MANY_ITEMS = [Sequence(kv_len, 1, nodes) for kv_len, nodes in ((40, 4), (0, 5), (9, 3), (128, 6))]
+MANY_ITEMS += [Sequence(64, 12), Sequence(30, 1)]
+
+
+def test_outputs_put_off_to_the_next_item_and_not_where_its_tile_differs() -> None:
+    step = make_step(np.random.default_rng(3), MANY_ITEMS, **SMALL)
+    out = _run(step, "on_wait", tiles=(8, 16))
+    np.testing.assert_allclose(out, oracle(step), rtol=0, atol=2e-5)
+
+
+def test_an_output_buffer_not_waited_for_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernel, "free_output", lambda self, *rest: None)
+    step = make_step(np.random.default_rng(3), MANY_ITEMS, **SMALL)
+    with pytest.raises(KernelFault):
+        _run(step, "eager", tiles=(8, 24))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_removed_wait_is_caught(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
     monkeypatch.setattr(Copies, "await_whole", lambda self, slot: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.static_schedule import parse
+from benchmarks.tpu_static import refusal
 
 BUNDLES = """= control target key end
      0   :  { %s1 = smov.u32 1 }
@@ -76,3 +77,9 @@ def test_starting_an_items_inputs_is_no_page_issue() -> None:
 def test_files_of_different_kernels_are_refused() -> None:
     with pytest.raises(ValueError, match="19 bundles but 18 rows"):
         parse(BUNDLES, UTILIZATION.rstrip("\n").rsplit("\n", 1)[0])
+
+
+def test_a_refusal_is_the_last_error_that_a_failed_run_names() -> None:
+    output = "x failed:\nTraceback\n    raise ValueError(\nValueError: 6 heads: no\n-----\nbye\n"
+    assert refusal(output) == "ValueError: 6 heads: no"
+    assert refusal("killed") == "killed"
