@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
 
-from common.log import get_logger
 from kernels.cpu_matmul.packing import WIDTH, pack, packed_shape
 
-_logger = get_logger("kernels.cpu_matmul")
+_logger = logging.getLogger(__name__)
 
 TARGET = "canopy_packed_matmul"
 
@@ -51,7 +51,7 @@ def is_available() -> bool:
             x = jnp.ones((1, 2), jnp.float32)
             works = float(packed_matmul(x, pack(jnp.ones((2, 1))), 1)[0, 0]) == 2.0
     except Exception as error:  # whatever is missing: XLA's own products serve
-        _logger.info("cpu_matmul_unavailable", reason=f"{type(error).__name__}: {error}")
+        _logger.info("not available: %s: %s", type(error).__name__, error)
         return False
     return works
 
