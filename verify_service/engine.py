@@ -19,6 +19,7 @@ from kernels.backend import Backend
 from kernels.chips import Chip
 from kernels.kv_layout import pages_bytes, pages_shape
 from models.config import TargetConfig
+from models.eagle3.fusing import FusingHead
 from models.layers import Params
 from models.sharding import PAGES_SPEC
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
@@ -90,13 +91,15 @@ class DeviceEngine:
         config: EngineConfig,
         mesh: Mesh | None = None,
         group: Leader | None = None,
+        fusing: FusingHead | None = None,
     ) -> None:
         """`mesh`: where `params` are split over chips (`models.target.load_target`). `group`: of
         the leader of several hosts, who are told of everything that runs on all their devices.
+        `fusing`: features are given as this head fuses them, else as they are captured.
         """
-        self.target, self.config = target, config
+        self.target, self.config, self.fusing = target, config, fusing
         self._group = group
-        self._params = params
+        self._params = params if fusing is None else {**params, **fusing.params}
         self._mesh = mesh if target.num_shards > 1 else None
         shape = pages_shape(
             num_layers=target.num_layers,
@@ -114,6 +117,11 @@ class DeviceEngine:
         self._programs: dict[Bucket, Step] = {}
         self._warm = False
         self.compiles_after_warm_up = 0
+
+    @property
+    def row_width(self) -> int:
+        """Values in a row of features, as it is given and sent."""
+        return self.target.feature_size if self.fusing is None else self.fusing.config.hidden_size
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every bucket's program."""
@@ -213,6 +221,7 @@ class DeviceEngine:
             bucket=bucket,
             backend=config.backend,
             chip=config.chip,
+            fusing=None if self.fusing is None else self.fusing.config,
         )
         state = DeviceState(self._pages, self._slots.state)
         program: Step
