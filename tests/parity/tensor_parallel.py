@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,12 +19,17 @@ from model_files import load_golden, write_model
 
 from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
 from common.types import SamplingParams
+from models.eagle3 import HeadOverrides, load_fusing_head, open_head
+from models.eagle3.init import init_head
 from models.sharding import model_mesh
 from models.target import load_target
+from models.target_tables import read_target_facts
 from verify_service.engine import DeviceEngine, EngineConfig
 
 NUM_TOKENS = 16
 EIGHT_HEADS = "eight_heads"
+"""Features are fused on the way, by a head that is split as well."""
+BOUNDARIES = (0, 2)
 ENGINE = EngineConfig(
     num_pages=32,
     page_size=8,
@@ -67,11 +73,26 @@ def write_target(name: str, directory: Path) -> tuple[list[int], int]:
     return golden["tokens"].tolist(), raw["vocab_size"]
 
 
+def open_new_head(target: Path) -> Any:
+    """What fuses features, to be split as well."""
+    where = target / "head"
+    if not where.exists():
+        init_head(target, where, draft_vocab_size=VOCAB_SIZE, boundaries=BOUNDARIES)
+    return open_head(where, read_target_facts(target), HeadOverrides(), np.float32)
+
+
 def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
     tokens, vocab_size = write_target(name, directory)
     mesh = model_mesh(num_shards)
-    single = DeviceEngine(*load_target(directory, boundaries=[0, 2]), ENGINE)
-    split = DeviceEngine(*load_target(directory, boundaries=[0, 2], mesh=mesh), ENGINE, mesh)
+    fusing = dict.fromkeys((None, mesh))
+    if name == EIGHT_HEADS:
+        fusing = {where: load_fusing_head(*open_new_head(directory), where) for where in fusing}
+    single = DeviceEngine(
+        *load_target(directory, boundaries=BOUNDARIES), ENGINE, fusing=fusing[None]
+    )
+    split = DeviceEngine(
+        *load_target(directory, boundaries=BOUNDARIES, mesh=mesh), ENGINE, mesh, fusing=fusing[mesh]
+    )
     prompts = [tokens[: 6 + 5 * i] for i in range(4)]
     alone = generate(single, prompts, SAMPLINGS, NUM_TOKENS, stop_tokens=STOPS)
     guess = guessing([one.tokens for one in alone], vocab_size, right=0.8)
