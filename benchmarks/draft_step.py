@@ -22,7 +22,6 @@ from jax import lax
 
 from common.types import TreeShape
 from draft_service.engine import DeviceEngine, EngineConfig
-from draft_service.scoring import turn_output_table
 from draft_service.step import SequenceWork
 from models.eagle3 import HeadConfig, load_head
 from models.layers import Params
@@ -33,7 +32,7 @@ PAGE_SIZE = 16
 def main() -> None:
     arguments = _arguments()
     head, params = load_head(arguments.head, arguments.target)
-    laid_out = turn_output_table(params)  # the floor gets the engine's own layout
+    laid_out = {**params, "lm_head_turned": params["lm_head"].T}  # what XLA multiplies best
     shape = TreeShape(
         max_depth=arguments.max_depth, top_k=arguments.top_k, max_nodes=arguments.max_nodes
     )

@@ -29,7 +29,7 @@ from draft_service.batch import Bucket, pack, unpack_tree
 from draft_service.expand import Growth, Prefix, expand
 from draft_service.feature_words import num_words, take_rows
 from draft_service.int8 import reading_int8
-from draft_service.scoring import score, turn_output_table
+from draft_service.scoring import lay_out, score
 from draft_service.shared_noise import SharedNoise
 from draft_service.stem import run_stem
 from draft_service.step import SequenceOutcome, SequenceWork
@@ -47,6 +47,12 @@ _logger = get_logger("draft.engine")
 
 REPEATS = 4
 """Runs of a step whose time is measured."""
+
+COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
+    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True}
+}
+"""By platform. Without its analysis of regions XLA does not see on the CPU that attention has read
+the pages before their new rows are written, and copies all of them in every step."""
 
 EXTEND_ROWS = (32, 128, 512, 2048)
 """Row buckets of steps that only extend, up to max_extend_rows."""
@@ -132,7 +138,7 @@ class DeviceEngine:
         self.head, self.config = head, config
         self._mesh = mesh if head.num_shards > 1 else None
         self._group = group
-        self._params = turn_output_table(params)
+        self._params = lay_out(params)
         self._feature_dtype = np.dtype(head.dtype if feature_dtype is None else feature_dtype)
         self._feature_words = num_words(self.row_width, self._feature_dtype)
         shape = pages_shape(
@@ -283,7 +289,8 @@ class DeviceEngine:
         split = split_over(self._mesh, self._make_step(bucket), inputs, (PAGES_SPEC, WHOLE_SPEC))
         step = jax.jit(split, donate_argnums=(1,))
         with reading_int8():
-            program = step.lower(self._params, self._pages, buffer).compile()
+            lowered = step.lower(self._params, self._pages, buffer)
+            program = lowered.compile(COMPILER_OPTIONS.get(jax.default_backend()))
         seconds = round(time.monotonic() - begun, 2)
         _logger.info("compiled", drafts=bucket.drafts, seconds=seconds, **sizes)
         self._programs[bucket] = program

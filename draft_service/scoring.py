@@ -9,18 +9,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from draft_service.int8 import LM_HEAD_SCALE, scaled_product
+from kernels.cpu_matmul.api import packed_matmul
 from models.eagle3 import HeadConfig, head_logits
 from models.eagle3.module import Head
-from models.layers import Params
+from models.layers import PACKED_TABLE, Params
+from models.packing import pack_parameters, wants_packing
 
 
-def turn_output_table(params: Params) -> Params:
-    """`params` with `lm_head` [K, H] as `lm_head_turned` [H, K].
+def lay_out(params: Params) -> Params:
+    """`params` as the device multiplies them best.
 
-    On the CPU XLA multiplies a few rows by [H, K] up to twice as fast. (Turning it back inside the
-    program for `head_logits` costs a copy of the table per step, 30 ms and more for 19 MB.) One
-    table that is the embedding as well stays as it is, so that it is held once.
+    On one CPU: packed, where it can (models/packing.py). Else `lm_head` [K, H] as `lm_head_turned`
+    [H, K], by which XLA multiplies a few rows up to twice as fast on the CPU. (Turning it back
+    inside the program for `head_logits` costs a copy of the table per step, 30 ms and more for 19
+    MB.) One table that is the embedding as well stays as it is, so that it is held once.
     """
+    if wants_packing(params):
+        return pack_parameters(params, "lm_head")
     if params["lm_head"] is params["embedding"]:
         return params
     rest = {name: value for name, value in params.items() if name != "lm_head"}
@@ -75,12 +80,14 @@ def best_tokens(
 
 
 def _product(config: HeadConfig, params: Params, out: jax.Array) -> jax.Array:
-    if "lm_head_turned" not in params:
+    if PACKED_TABLE not in params and "lm_head_turned" not in params:
         return head_logits(config, params, out)
     normed: Any = out
     if not config.norm_output:
         own = {"final_norm": params["final_norm"]}
         normed = Head(config).apply({"params": own}, out, method="normed")
+    if PACKED_TABLE in params:
+        return packed_matmul(normed, params[PACKED_TABLE], config.draft_vocab_size)
     if LM_HEAD_SCALE in params:
         return scaled_product(normed, params["lm_head_turned"], params[LM_HEAD_SCALE])
     product = (((1,), (0,)), ((), ()))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.cpu_matmul.api import packed_matmul
 from models.rope import rotate
 
 Attend = Callable[[int, jax.Array, jax.Array], jax.Array]
@@ -25,6 +26,12 @@ Params = dict[str, Any]
 """A nested dict of arrays, as flax keeps parameters."""
 
 DType = np.dtype[Any]
+
+PACKED_KERNEL = "packed_kernel"
+"""What stands in the place of a `kernel` that was packed for the CPU (models/packing.py)."""
+
+PACKED_TABLE = "packed_output_table"
+"""Among the parameters of a target or a head: its output table, packed likewise."""
 
 _normal = nn.initializers.normal(0.02)
 
@@ -50,8 +57,10 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", _normal, (x.shape[-1], self.features), self.dtype)
-        y = x @ kernel
+        if self.has_variable("params", PACKED_KERNEL):
+            y = packed_matmul(x, self.get_variable("params", PACKED_KERNEL), self.features)
+        else:
+            y = x @ self.param("kernel", _normal, (x.shape[-1], self.features), self.dtype)
         if not self.is_initializing():
             y = sum_over(y, self.axis)
         if self.use_bias:

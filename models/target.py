@@ -15,11 +15,18 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from kernels.cpu_matmul.api import packed_matmul
 from kernels.vocabulary import share_start
 from models.checkpoint import open_checkpoint
 from models.config import TargetConfig, read_target_config
 from models.decoder import DecoderLayer, embedding_rows
-from models.layers import Attend, Params, RMSNorm, project_to_vocabulary
+from models.layers import (
+    PACKED_TABLE,
+    Attend,
+    Params,
+    RMSNorm,
+    project_to_vocabulary,
+)
 from models.loading import Progress as Progress
 from models.loading import load_parameters
 from models.rope import rope_angles
@@ -112,7 +119,9 @@ def target_logits(config: TargetConfig, params: Params, hidden: jax.Array) -> ja
 
     On several chips V is each chip's own `local_vocab_size`, -inf beyond the vocabulary's end.
     """
-    logits = project_to_vocabulary(hidden, output_table(config, params))
+    if PACKED_TABLE in params:
+        return packed_matmul(hidden, params[PACKED_TABLE], config.vocab_size)
+    logits = project_to_vocabulary(hidden, params[scoring_table(config)])
     if config.stored_vocab_size == config.vocab_size:
         return logits
     size = config.local_vocab_size
@@ -120,10 +129,9 @@ def target_logits(config: TargetConfig, params: Params, hidden: jax.Array) -> ja
     return jnp.where(tokens < config.vocab_size, logits, -jnp.inf)
 
 
-def output_table(config: TargetConfig, params: Params) -> jax.Array:
-    """[V, Ht], whose rows score the tokens: the lm_head, or the embedding where they are tied."""
-    table: jax.Array = params["embedding" if config.tied_embeddings else "lm_head"]
-    return table
+def scoring_table(config: TargetConfig) -> str:
+    """Of the parameter [V, Ht] whose rows score the tokens."""
+    return "embedding" if config.tied_embeddings else "lm_head"
 
 
 def parameter_shapes(config: TargetConfig) -> dict[tuple[str, ...], tuple[int, ...]]:

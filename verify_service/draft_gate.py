@@ -11,8 +11,9 @@ A rate says little about another load, so they are kept per doubling of the sequ
 device; a load not met before begins with what its neighbour knows, which new rounds soon outweigh.
 
 The way that is not used is not learnt of. So PROBE_SHARE of all seconds is put aside, and when that
-pays for what a try is expected to lose, all sequences take the other way for a few rounds. This
-bounds what probing costs, and it is the way back when the text, the draft or the load has changed.
+pays for what a try is expected to lose, all sequences take the other way for a few rounds, which
+then weigh at least as much as all that was known of it. This bounds what probing costs, and it is
+the way back when the text, the draft or the load has changed, or a first judgement was wrong.
 
 Deterministic, without a clock.
 """
@@ -61,8 +62,9 @@ class _Rate:
         self.tokens = self.tokens * keep + tokens
         self.seconds = self.seconds * keep + seconds
 
-    def inherited(self) -> _Rate:
-        share = min(1.0, INHERITED_ROUNDS / max(self.rounds, 1e-9))
+    def weighing(self, most_rounds: float) -> _Rate:
+        """The same rate, of no more than so many rounds."""
+        share = min(1.0, most_rounds / max(self.rounds, 1e-9))
         return _Rate(self.rounds * share, self.tokens * share, self.seconds * share)
 
 
@@ -107,15 +109,16 @@ class DraftGate:
                 return
         if not there.rounds:
             if here.rounds >= max(probe, FIRST_ROUNDS):
-                self._begin_probe(probe)
+                self._begin_probe(load, probe)
         elif there.value > here.value:
             self._way, load.saved_seconds = self._way.other, 0.0
         elif load.saved_seconds >= self._loss(here, there, probe):
             load.saved_seconds = 0.0
-            self._begin_probe(probe)
+            self._begin_probe(load, probe)
 
-    def _begin_probe(self, num_rounds: int) -> None:
+    def _begin_probe(self, load: _Load, num_rounds: int) -> None:
         self._way, self._probe_left = self._way.other, num_rounds
+        load.rates[self._way] = load.rates[self._way].weighing(num_rounds)
         self.num_probes += 1
 
     @staticmethod
@@ -129,5 +132,7 @@ class DraftGate:
         if key not in self._loads:
             nearest = min(self._loads, key=lambda known: abs(known - key), default=None)
             rates = self._loads[nearest].rates if nearest is not None else {}
-            self._loads[key] = _Load({way: rates.get(way, _Rate()).inherited() for way in Way})
+            self._loads[key] = _Load(
+                {way: rates.get(way, _Rate()).weighing(INHERITED_ROUNDS) for way in Way}
+            )
         return self._loads[key]

@@ -21,7 +21,9 @@ from kernels.kv_layout import pages_bytes, pages_shape
 from models.config import TargetConfig
 from models.eagle3.fusing import FusingHead
 from models.layers import Params
+from models.packing import pack_parameters, wants_packing
 from models.sharding import PAGES_SPEC
+from models.target import scoring_table
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
 from verify_service.outcomes import HostArrays, cut_outcomes
 from verify_service.program import DeviceState, SplitStep, StepOutput, StepParts, WholeStep
@@ -99,7 +101,11 @@ class DeviceEngine:
         """
         self.target, self.config, self.fusing = target, config, fusing
         self._group = group
-        self._params = params if fusing is None else {**params, **fusing.params}
+        if fusing is not None:
+            params = {**params, **fusing.params}
+        if wants_packing(params):
+            params = pack_parameters(params, scoring_table(target))
+        self._params = params
         self._mesh = mesh if target.num_shards > 1 else None
         shape = pages_shape(
             num_layers=target.num_layers,

@@ -6,12 +6,13 @@ own block, then over its prefix, gathered from pages a few at a time, with a run
 float32. Trip counts are dynamic, so neither batch nor context has a compiled width, and a row's
 sums run over the same key blocks whatever else is in the batch.
 
-A tile's size is chosen at run time among `TILES`: one row for a root alone, 16 for a tree, 128 for
-prefill. Measured on two CPU cores, busy with other work besides, interleaved, least of 25 runs, at
-SmolLM2's shape (9 query heads, 3 KV heads, head_dim 64, 30 layers) in float32, against dense masked
-attention over a contiguous cache of exactly that length: T=1 3.2 ms to 4.2 at 200 tokens and 24 to
-79 at 2,000; T=16 9.3 to 6.6 and 63 to 116. Slicing K and V apart beat zero-padded packed rows, and
-key blocks of 512 those of 256, when last compared; tails are taken in 128.
+A tile's size is chosen at run time among `TILES`: one row for a root alone, 8 or 16 for a tree, 128
+for prefill. Measured on two CPU cores, busy with other work besides, interleaved, least of 25 runs,
+at SmolLM2's shape (9 query heads, 3 KV heads, head_dim 64, 30 layers) in float32, against dense
+masked attention over a contiguous cache of exactly that length: T=1 3.2 ms to 4.2 at 200 tokens and
+24 to 79 at 2,000; T=16 9.3 to 6.6 and 63 to 116. T=8 in a tile of 8 and not of 16: 5.6 ms to 7.9 at
+150 tokens. Slicing K and V apart beat zero-padded packed rows, and key blocks of 512 those of 256,
+when last compared; tails are taken in 128.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jax import lax
 from kernels import kv_layout
 from kernels.tree_attention.plan import Plan, make_plan, row_owners
 
-TILES = (1, 16, 128)
+TILES = (1, 8, 16, 128)
 """Query rows of a tile, at most."""
 
 FULL_KEYS, TAIL_KEYS = 512, 128

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from common.types import SamplingParams
+from kernels.cpu_matmul.api import is_available
+from models import packing
 from models.config import RopeConfig, TargetConfig
 from models.target import init_target
 from verify_service import step_curve
@@ -114,3 +116,18 @@ def test_layers_fall_into_even_groups(num_layers: int, most: int, lengths: list[
     spans = even_spans(num_layers, most)
     assert [span.stop - span.start for span in spans] == lengths
     assert (spans[0].start, spans[-1].stop) == (0, num_layers)
+
+
+@pytest.mark.parametrize("layers_per_program", [None, 2])
+def test_packed_weights_give_tokens_and_features_of_plain_ones(
+    layers_per_program: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_available():
+        pytest.skip("this machine has no packed product")
+    plain = run(layers_per_program)
+    monkeypatch.setattr(packing, "MIN_SIZE", 1)
+    packed = run.__wrapped__(layers_per_program)
+    for one, other in zip(packed, plain, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.num_committed == other.num_committed
+        np.testing.assert_allclose(one.features, other.features, rtol=1e-4, atol=1e-4)

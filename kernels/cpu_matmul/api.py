@@ -1,0 +1,65 @@
+"""A product for CPUs: a few rows times a matrix that streams once through all cores."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from common.log import get_logger
+from kernels.cpu_matmul.packing import WIDTH, pack, packed_shape
+
+_logger = get_logger("kernels.cpu_matmul")
+
+TARGET = "canopy_packed_matmul"
+
+
+def packed_matmul(x: jax.Array, packed: jax.Array, num_columns: int) -> jax.Array:
+    """float32 [M, N] = x [M, K] @ w [K, N], of x float32 and `packed` = `packing.pack(w)`.
+
+    A row's result does not depend on the other rows nor on how many there are. Bytes: the matrix
+    once, x once per block of it (from cache), the result once. Call it where `is_available`.
+    Raises ValueError for other shapes or dtypes.
+    """
+    return call_packed(_registered(), x, packed, num_columns)
+
+
+def call_packed(name: str, x: jax.Array, packed: jax.Array, num_columns: int) -> jax.Array:
+    """`packed_matmul` by the custom call of that name."""
+    if x.ndim != 2 or packed.shape != packed_shape(x.shape[1], num_columns) or 0 in x.shape:
+        raise ValueError(
+            f"x {x.shape}, packed {packed.shape}: of {num_columns} columns"
+            " [M, K] and [blocks, K, WIDTH] are wanted, and nothing empty"
+        )
+    if x.dtype != jnp.float32 or packed.dtype != jnp.float32:
+        raise ValueError(f"x {x.dtype}, packed {packed.dtype}: both must be float32")
+    width = packed.shape[0] * WIDTH
+    out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.float32)  # type: ignore[no-untyped-call]
+    call = jax.ffi.ffi_call(name, out)
+    y: jax.Array = call(x, packed)
+    return y if width == num_columns else y[:, :num_columns]
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether this machine can: a CPU with AVX2 or AVX-512, llvmlite installed, and a jaxlib whose
+    custom calls are those that we write. Tries it once, and logs why not.
+    """
+    try:
+        with jax.default_device(jax.devices("cpu")[0]):
+            x = jnp.ones((1, 2), jnp.float32)
+            works = float(packed_matmul(x, pack(jnp.ones((2, 1))), 1)[0, 0]) == 2.0
+    except Exception as error:  # whatever is missing: XLA's own products serve
+        _logger.info("cpu_matmul_unavailable", reason=f"{type(error).__name__}: {error}")
+        return False
+    return works
+
+
+@functools.cache
+def _registered() -> str:
+    """The custom call's name. llvmlite, which may be missing, is looked for at the first use."""
+    from kernels.cpu_matmul.build import register_handler
+
+    register_handler(TARGET)
+    return TARGET

@@ -1,0 +1,232 @@
+"""The custom call, as LLVM IR: reads XLA's frame and shares the matrix's blocks out among the
+threads of XLA's own pool.
+
+The caller and its helpers take the next block from a counter until there is none; the caller then
+waits for those in hand. So it needs no helper: one that begins late, or never, has nothing to do.
+What they share is freed by the last of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from llvmlite import ir
+
+from kernels.cpu_matmul import ffi_frame as ffi
+from kernels.cpu_matmul.emit import I32, I64, PTR, VOID, Fields, counting, floats, local
+from kernels.cpu_matmul.packing import WIDTH
+from kernels.cpu_matmul.tile import Registers, tile_function
+
+HANDLER = "packed_matmul"
+
+
+class Job(ctypes.Structure):
+    """What threads share. `taken` and `done` count blocks, `users` the threads that still may look
+    at it."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("taken", "done", "users", "m", "k", "blocks")
+    )
+    _fields_ += tuple((name, ctypes.c_void_p) for name in ("x", "packed", "out"))
+
+
+def handler_module(registers: Registers, triple: str) -> ir.Module:
+    """A module whose function `HANDLER` is a handler of XLA's: out [M, blocks · WIDTH] = x [M, K]
+    times packed [blocks, K, WIDTH], all float32; the caller has checked shapes.
+    """
+    module = ir.Module(HANDLER)
+    module.triple = triple
+    block = _block_function(module, registers)
+    work = _work_function(module, block)
+    _handler_function(module, work)
+    return module
+
+
+def _block_function(module: ir.Module, registers: Registers) -> ir.Function:
+    """`void(job, number)`: one block's columns of all rows, tile by tile."""
+    tiles = [tile_function(module, registers, rows) for rows in range(1, registers.rows + 1)]
+    function = ir.Function(module, ir.FunctionType(VOID, [PTR, I64]), "block")
+    function.linkage = "internal"
+    builder = ir.IRBuilder(function.append_basic_block())
+    job, number = Fields(builder, Job, function.args[0]), function.args[1]
+    m, k, blocks = (job.load(name, kind=I64) for name in ("m", "k", "blocks"))
+    x, packed, out = (job.load(name) for name in ("x", "packed", "out"))
+    width = builder.mul(blocks, I64(WIDTH))
+    first = builder.mul(number, I64(WIDTH))
+    block = floats(builder, packed, builder.mul(first, k))
+    with counting(builder, I64(0), m, registers.rows) as row:
+        rows = _least(builder, builder.sub(m, row), I64(registers.rows))
+        place = floats(builder, x, builder.mul(row, k))
+        target = floats(builder, out, builder.add(builder.mul(row, width), first))
+        after = builder.append_basic_block("after")
+        switch = builder.switch(rows, after)
+        for count, tile in enumerate(tiles, start=1):
+            case = builder.append_basic_block(f"rows_{count}")
+            switch.add_case(I64(count), case)
+            builder.position_at_end(case)
+            builder.call(tile, [place, block, target, k, width])
+            builder.branch(after)
+        builder.position_at_end(after)
+    builder.ret_void()
+    return function
+
+
+def _work_function(module: ir.Module, block: ir.Function) -> ir.Function:
+    """`void(job)`: blocks until none is left, then lets go of the job; a helper's whole task."""
+    free = ir.Function(module, ir.FunctionType(VOID, [PTR]), "free")
+    release = ir.Function(module, ir.FunctionType(VOID, [PTR]), "release")
+    release.linkage = "internal"
+    builder = ir.IRBuilder(release.append_basic_block())
+    users = Fields(builder, Job, release.args[0]).address("users")
+    left = builder.atomic_rmw("sub", users, I64(1), "acq_rel")
+    with builder.if_then(builder.icmp_signed("==", left, I64(1))):
+        builder.call(free, [release.args[0]])
+    builder.ret_void()
+
+    share = ir.Function(module, ir.FunctionType(VOID, [PTR]), "share")
+    share.linkage = "internal"
+    builder = ir.IRBuilder(share.append_basic_block())
+    job = Fields(builder, Job, share.args[0])
+    blocks = job.load("blocks", kind=I64)
+    head, body, end = (builder.append_basic_block(name) for name in ("head", "body", "end"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    number = builder.atomic_rmw("add", job.address("taken"), I64(1), "acq_rel")
+    builder.cbranch(builder.icmp_signed("<", number, blocks), body, end)
+    builder.position_at_end(body)
+    builder.call(block, [share.args[0], number])
+    builder.atomic_rmw("add", job.address("done"), I64(1), "acq_rel")
+    builder.branch(head)
+    builder.position_at_end(end)
+    builder.ret_void()
+
+    work = ir.Function(module, ir.FunctionType(VOID, [PTR]), "work")
+    builder = ir.IRBuilder(work.append_basic_block())
+    builder.call(share, [work.args[0]])
+    builder.call(release, [work.args[0]])
+    builder.ret_void()
+    return work
+
+
+def _handler_function(module: ir.Module, work: ir.Function) -> None:
+    """`error*(frame)`; null: all is well."""
+    share, release = (module.get_global(name) for name in ("share", "release"))
+    malloc = ir.Function(module, ir.FunctionType(PTR, [I64]), "malloc")
+    give_way = ir.Function(module, ir.FunctionType(I32, []), "sched_yield")
+    function = ir.Function(module, ir.FunctionType(PTR, [PTR]), HANDLER)
+    builder = ir.IRBuilder(function.append_basic_block())
+    frame = Fields(builder, ffi.CallFrame, function.args[0])
+    null = ir.Constant(PTR, None)
+    _answer_version(builder, frame)
+
+    memory = builder.call(malloc, [I64(ctypes.sizeof(Job))])
+    job = Fields(builder, Job, memory)
+    x, packed = (_buffer(builder, frame, "arguments", number) for number in (0, 1))
+    out = _buffer(builder, frame, "results", 0)
+    m, k = (_dimension(builder, x, axis) for axis in (0, 1))
+    blocks = _dimension(builder, packed, 0)
+    numbers = {"m": m, "k": k, "blocks": blocks, "taken": I64(0), "done": I64(0)}
+    for name, value in numbers.items():
+        job.store(value, name)
+    for name, buffer in {"x": x, "packed": packed, "out": out}.items():
+        job.store(buffer.load("data"), name)
+    helpers = _least(builder, _num_threads(builder, frame), blocks)
+    helpers = builder.sub(helpers, I64(1))
+    job.store(builder.add(helpers, I64(1)), "users")
+    with counting(builder, I64(0), helpers, 1):
+        _ask_for_help(builder, frame, work, memory, release)
+    builder.call(share, [memory])
+    head, wait, end = (builder.append_basic_block(name) for name in ("head", "wait", "end"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    done = builder.load_atomic(job.address("done"), "acquire", 8, typ=I64)
+    builder.cbranch(builder.icmp_signed("<", done, blocks), wait, end)
+    builder.position_at_end(wait)
+    builder.call(give_way, [])
+    builder.branch(head)
+    builder.position_at_end(end)
+    builder.call(release, [memory])
+    builder.ret(null)
+
+
+def _answer_version(builder: ir.IRBuilder, frame: Fields) -> None:
+    """When it is registered, a handler is asked for the interface's version that it knows."""
+    extension = frame.load("extension")
+    asked = builder.icmp_unsigned("!=", builder.ptrtoint(extension, I64), I64(0))
+    with builder.if_then(asked):
+        metadata = Fields(
+            builder,
+            ffi.Metadata,
+            Fields(builder, ffi.MetadataExtension, extension).load("metadata"),
+        )
+        for name, value in zip(("major", "minor"), ffi.VERSION, strict=True):
+            metadata.store(I32(value), "version", name)
+        metadata.store(I32(0), "traits")
+        builder.ret(ir.Constant(PTR, None))
+
+
+def _ask_for_help(
+    builder: ir.IRBuilder, frame: Fields, work: ir.Function, job: ir.Value, release: ir.Function
+) -> None:
+    """One more thread on the job; where the pool takes none, its share of the job is let go."""
+    memory = local(builder, ffi.Schedule)
+    arguments = _request(builder, ffi.Schedule, memory, frame)
+    arguments.store(work, "task")
+    arguments.store(job, "data")
+    error = builder.call(_api_function(builder, frame, "schedule"), [memory])
+    with builder.if_then(builder.icmp_unsigned("!=", builder.ptrtoint(error, I64), I64(0))):
+        _destroy(builder, frame, error)
+        builder.call(release, [job])
+
+
+def _num_threads(builder: ir.IRBuilder, frame: Fields) -> ir.Value:
+    """Of XLA's pool, 1 where it cannot say."""
+    count = local(builder, I64)
+    builder.store(I64(1), count)
+    memory = local(builder, ffi.NumThreads)
+    _request(builder, ffi.NumThreads, memory, frame).store(count, "count")
+    error = builder.call(_api_function(builder, frame, "num_threads"), [memory])
+    with builder.if_then(builder.icmp_unsigned("!=", builder.ptrtoint(error, I64), I64(0))):
+        _destroy(builder, frame, error)
+    found = builder.load(count, typ=I64)
+    return builder.select(builder.icmp_signed(">", found, I64(1)), found, I64(1))
+
+
+def _destroy(builder: ir.IRBuilder, frame: Fields, error: ir.Value) -> None:
+    memory = local(builder, ffi.ErrorDestroy)
+    arguments = Fields(builder, ffi.ErrorDestroy, memory)
+    arguments.store(I64(ctypes.sizeof(ffi.ErrorDestroy)), "struct_size")
+    arguments.store(ir.Constant(PTR, None), "extension")
+    arguments.store(error, "error")
+    builder.call(_api_function(builder, frame, "error_destroy"), [memory])
+
+
+def _request(
+    builder: ir.IRBuilder, kind: type[ctypes.Structure], memory: ir.Value, frame: Fields
+) -> Fields:
+    """The arguments of a function of XLA's, as far as all have them."""
+    arguments = Fields(builder, kind, memory)
+    arguments.store(I64(ctypes.sizeof(kind)), "struct_size")
+    arguments.store(ir.Constant(PTR, None), "extension")
+    arguments.store(frame.load("context"), "context")
+    return arguments
+
+
+def _api_function(builder: ir.IRBuilder, frame: Fields, name: str) -> ir.Value:
+    kind = ir.FunctionType(PTR, [PTR]).as_pointer()
+    return Fields(builder, ffi.Api, frame.load("api")).load(name, kind=kind)
+
+
+def _buffer(builder: ir.IRBuilder, frame: Fields, of: str, number: int) -> Fields:
+    items = frame.load(of, "items")
+    place = builder.gep(items, [I64(number)], source_etype=PTR)
+    return Fields(builder, ffi.Buffer, builder.load(place, typ=PTR))
+
+
+def _dimension(builder: ir.IRBuilder, buffer: Fields, axis: int) -> ir.Value:
+    place = builder.gep(buffer.load("dims"), [I64(axis)], source_etype=I64)
+    return builder.load(place, typ=I64)
+
+
+def _least(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.select(builder.icmp_signed("<", a, b), a, b)
