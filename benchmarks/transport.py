@@ -93,9 +93,9 @@ def measure_stack(
     options = Options(max_tokens=arguments.max_tokens, ignore_eos=True)
     prompts = [c.messages for c in read_conversations(GOLDENS, arguments.limit)]
     sent = ("--features", features)
-    flags = {  # a tree in every round, and on a busy machine too: none comes too late
+    flags = {  # a whole tree in every round, and on a busy machine too: none comes too late
         "verify": ("--tree-budget", "full", *sent),
-        "draft": sent,
+        "draft": ("--levels", "all", *sent),
         "router": ("--tree-seconds", "30"),
     }
     settings = StackSettings(model=model, head=head, flags=flags, show_logs=False)
