@@ -16,6 +16,7 @@ from prometheus_client import Histogram as LibraryHistogram
 from common.metrics import MAX_PENDING, SECONDS_BUCKETS, Metrics, RisingCounter
 from router.metrics import RouterMetrics
 from tools import metrics_doc
+from verify_service.metrics import VerifyMetrics
 
 UNITS = ("_seconds", "_bytes", "_tokens", "_sequences", "_nodes", "_pages", "_requests", "_length")
 
