@@ -48,7 +48,8 @@ def run_demo(console: Console) -> int:
     console.print(f"   {model}\n   {head}")
     console.print("[bold]2. Three services[/], each a process of its own (compiling takes a while)")
     # A tree in every round, to be seen and timed; by default only where trees pay.
-    flags = {"verify": ("--tree-budget", "full")}
+    # Up to 8 rows cost a CPU about what one does: a tree of 8 nodes, in every round.
+    flags = {"verify": ("--tree-budget", "full"), "draft": ("--max-nodes", "8", "--max-depth", "4")}
     with Stack(StackSettings(model=model, head=head, flags=flags, show_logs=False)) as stack:
         for name, child in stack.children.items():
             console.print(f"   {name}: {child.address}, process {child.process.pid}")

@@ -10,7 +10,7 @@ draft, its queue, the network, the longer step. Nothing is modelled, only measur
 A rate says little about another load, so they are kept per doubling of the sequences on the
 device; a load not met before begins with what its neighbour knows, which new rounds soon outweigh.
 
-The way that is not used is not learnt of. So PROBE_SHARE of all seconds is put aside, and when that
+The way that is not used is not learnt of. So a share of all seconds is put aside, and when that
 pays for what a try is expected to lose, all sequences take the other way for a few rounds, which
 then weigh at least as much as all that was known of it. This bounds what probing costs, and it is
 the way back when the text, the draft or the load has changed, or a first judgement was wrong.
@@ -24,6 +24,8 @@ import enum
 from dataclasses import dataclass
 
 PROBE_SHARE = 0.005
+EARLY_PROBE_SHARE = 0.02  # while little is known: a first judgement is of few rounds
+EARLY_ROUNDS = 256  # at a load
 FIRST_ROUNDS = 24  # with trees, before the first judgement
 LEAST_PROBE_ROUNDS = 8
 PROBE_ROUNDS_PER_SEQUENCE = 2
@@ -72,6 +74,7 @@ class _Rate:
 class _Load:
     rates: dict[Way, _Rate]
     saved_seconds: float = 0.0  # sequence-seconds, for the next probe
+    num_rounds: int = 0
 
 
 class DraftGate:
@@ -96,7 +99,9 @@ class DraftGate:
         way = Way.TREE if had_tree else Way.ROOT
         memory = max(MEMORY_ROUNDS, 4.0 * num_sequences)
         load.rates[way].add(tokens, seconds, memory)
-        load.saved_seconds += PROBE_SHARE * seconds
+        load.num_rounds += 1
+        early = load.num_rounds <= EARLY_ROUNDS
+        load.saved_seconds += (EARLY_PROBE_SHARE if early else PROBE_SHARE) * seconds
         if way is self._way:
             self._choose(load, num_sequences)
 
