@@ -6,7 +6,7 @@ Three parts:
 
 - `frames`: bytes of a frame of each kind and the CPU time that its two ends take for it, by the
   number of sequences in it (`transport_frames.py`; codecs and protobuf, no sockets).
-- `stack`: real services answer prompts; bytes
+- `stack`: real services answer prompts, once with features as captured and once fused; bytes
   that went over each link, by kind, for each token that was emitted and for each drafted token that
   was accepted; CPU time of the router's process for each command frame, everything included.
 - `router`: the router's process between peers that answer at once, at the largest of
@@ -43,6 +43,7 @@ KINDS = {
     ("draft", "sent"): "extends (and opens)",
     ("draft", "received"): "trees from draft",
 }
+FEATURES = ("captured", "fused")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -74,20 +75,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             f" {figure['send_us']:8.1f} us to send, {figure['receive_us']:8.1f} us to receive",
             flush=True,
         )
+    stack = {kind: measure_stack(model, head, kind, arguments) for kind in FEATURES}
     result: dict[str, object] = {
         "benchmark": "transport",
         "frames": frames,
-        "stack": measure_stack(model, head, arguments),
+        "stack": stack,
         "router": measure_router(max(counts), arguments),
     }
     print_report(result, arguments)
     return 0
 
 
-def measure_stack(model: Path, head: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_stack(
+    model: Path, head: Path, features: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """`features`: as verify sends them, its setting of this name and the draft's."""
     options = Options(max_tokens=arguments.max_tokens, ignore_eos=True)
     prompts = [c.messages for c in read_conversations(GOLDENS, arguments.limit)]
-    flags = {"verify": ("--tree-budget", "full")}  # a tree in every round
+    sent = ("--features", features)
+    flags = {  # a whole tree in every round, and on a busy machine too: none comes too late
+        "verify": ("--tree-budget", "full", *sent),
+        "draft": ("--levels", "all", *sent),
+        "router": ("--tree-seconds", "30"),
+    }
     settings = StackSettings(model=model, head=head, flags=flags, show_logs=False)
     with Stack(settings) as stack, Client(stack.address) as client:
         router = stack.children["router"]
@@ -97,6 +107,7 @@ def measure_stack(model: Path, head: Path, arguments: argparse.Namespace) -> dic
         cpu = router_overhead.cpu_seconds(router.process.pid) - before
         counted = read_counters(router.metrics_address)
     figures = of_tokens(answers, counted, cpu)
+    print(f"features {features}:")
     for kind, accepted in figures["bytes_per_accepted_token"].items():
         emitted = figures["bytes_per_emitted_token"][kind]
         print(
@@ -112,6 +123,7 @@ def of_tokens(
 ) -> dict[str, Any]:
     num_emitted = sum(answer.completion.num_completion_tokens for answer in answers)
     num_accepted = sum(answer.completion.speculation.num_accepted for answer in answers)
+    num_rounds = sum(answer.completion.speculation.num_rounds for answer in answers)
     num_frames = sum(value for name, value in counted.items() if name.startswith("frames"))
     num_bytes = {
         kind: counted.get(f"bytes {role} {way}", 0.0) for (role, way), kind in KINDS.items()
@@ -121,6 +133,7 @@ def of_tokens(
     return {
         "emitted_tokens": num_emitted,
         "accepted_draft_tokens": num_accepted,
+        "rounds": num_rounds,
         "bytes_per_emitted_token": {k: round(v / num_emitted, 1) for k, v in num_bytes.items()},
         "bytes_per_accepted_token": {
             k: round(v / max(1, num_accepted), 1) for k, v in num_bytes.items()

@@ -25,7 +25,8 @@ from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
 from models.checkpoint import open_checkpoint
 from models.device import set_up_jax
-from models.eagle3 import AuxReading, HeadConfig, HeadOverrides, load_head
+from models.eagle3 import AuxReading, FeatureKind, HeadConfig, HeadOverrides, load_head
+from models.eagle3.fusing import FUSE, fusing_hash_of
 from models.errors import of_setting
 from models.identity import Identity, target_identity, weights_hash
 from models.sharding import model_mesh
@@ -47,8 +48,8 @@ def assemble(config: DraftConfig, group: Leader | None) -> Assembly:
     if group is not None:
         group.await_ready(facts_of(config, engine, identity))
     engine.run_each_once()
-    head, level_seconds = engine.head, _level_seconds(config, engine)
-    return Assembly(engine, _limits(config, head, level_seconds), _info(config, head, identity))
+    level_seconds = _level_seconds(config, engine)
+    return Assembly(engine, _limits(config, engine, level_seconds), _info(config, engine, identity))
 
 
 def facts_of(config: DraftConfig, engine: DeviceEngine, identity: Identity) -> dict[str, Any]:
@@ -80,6 +81,9 @@ def build_engine(config: DraftConfig, group: Leader | None = None) -> tuple[Devi
             overrides=_overrides(config),
             mesh=mesh,
         )
+    if config.features == "fused":
+        _check_fusable(config, head)
+        del params[FUSE]  # verify has it
     head = with_window(head, config.attention_window_tokens)
     if config.weights == "int8":
         params = quantise(params)
@@ -94,6 +98,14 @@ def build_engine(config: DraftConfig, group: Leader | None = None) -> tuple[Devi
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
     return engine, identity
+
+
+def _check_fusable(config: DraftConfig, head: HeadConfig) -> None:
+    if head.feature_kind is not FeatureKind.AUX:
+        raise StartupError(
+            f"features: fused, but {config.head} takes the target's last hidden state, which is"
+            " not fused; set features to captured"
+        )
 
 
 def with_window(head: HeadConfig, num_tokens: int) -> HeadConfig:
@@ -127,6 +139,7 @@ def _engine(
                 page_size=config.page_size_tokens,
                 max_context_len=config.max_context_tokens,
                 tree=config.grown_tree,
+                fused_features=config.features == "fused",
                 max_guessed=config.max_depth if config.draft_ahead else 0,
                 max_outcomes=config.draft_ahead,
                 max_sequences=config.max_step_sequences,
@@ -153,12 +166,12 @@ def _level_seconds(config: DraftConfig, engine: DeviceEngine) -> tuple[tuple[int
 
 
 def _limits(
-    config: DraftConfig, head: HeadConfig, level_seconds: tuple[tuple[int, float], ...]
+    config: DraftConfig, engine: DeviceEngine, level_seconds: tuple[tuple[int, float], ...]
 ) -> DraftLimits:
     return DraftLimits(
         level_seconds=level_seconds,
-        vocab_size=head.target_vocab_size,
-        feature_size=head.feature_size,
+        vocab_size=engine.head.target_vocab_size,
+        feature_size=engine.row_width,
         max_context_len=config.max_context_tokens,
         tree=config.tree,
         max_sequences=config.max_sequences,
@@ -176,14 +189,16 @@ def _limits(
     )
 
 
-def _info(config: DraftConfig, head: HeadConfig, identity: Identity) -> DraftInfo:
+def _info(config: DraftConfig, engine: DeviceEngine, identity: Identity) -> DraftInfo:
+    head = engine.head
     return DraftInfo(
         head_name=config.head.resolve().name,
         target=identity.as_dict(),
         feature_kind=head.feature_kind.value,
         boundaries=head.boundaries,
         feature_dtype=FeatureDtype.of(head.dtype),
-        row_width=head.feature_size,
+        row_width=engine.row_width,
+        fused_by=fusing_hash_of(config.head, head) if config.features == "fused" else "",
         max_context_len=config.max_context_tokens,
         max_tree=config.tree,
         max_sequences=config.max_sequences,

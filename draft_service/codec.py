@@ -51,6 +51,7 @@ def encode_info(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
             boundaries=info.boundaries,
             dtype=f"FEATURE_DTYPE_{info.feature_dtype.name}",
             row_width=info.row_width,
+            fused_by=info.fused_by,
         ),
         max_context_len=info.max_context_len,
         max_tree=types_pb2.TreeShape(

@@ -37,6 +37,11 @@ class DraftConfig(DeviceConfig):
         description="What the layer ids in the head's files mean: boundaries (streams that enter"
         " the layers) or outputs (those that leave them); empty: as the files say.",
     )
+    features: Literal["captured", "fused"] = Field(
+        "captured",
+        description="What comes from verify, by its own setting of this name: captured: boundaries,"
+        " which the head fuses; fused: by the same head's norms and fc already.",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of weights, KV and features; the features' as verify sends them."
     )

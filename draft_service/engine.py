@@ -70,6 +70,7 @@ class EngineConfig:
     max_sequences: int = 8  # in one step
     max_draft_rows: int = 8  # of one sequence, in a step that drafts
     max_extend_rows: int = 512  # in a step that only extends
+    fused_features: bool = False  # rows come fused, as `head_fuse` would give them
     max_guessed: int = 0  # tokens without features that a tree may stand on; 0: no such programs
     max_outcomes: int = 0  # trees on guessed tokens that one sequence asks for at a time
     min_rows: int = 1  # 8 on TPU: one-row matrix products take another, slower path there
@@ -140,7 +141,7 @@ class DeviceEngine:
         self._group = group
         self._params = lay_out(params)
         self._feature_dtype = np.dtype(head.dtype if feature_dtype is None else feature_dtype)
-        self._feature_words = num_words(head.feature_size, self._feature_dtype)
+        self._feature_words = num_words(self.row_width, self._feature_dtype)
         shape = pages_shape(
             num_layers=head.num_layers,
             num_pages=config.num_pages,
@@ -155,6 +156,11 @@ class DeviceEngine:
         self._programs: dict[Bucket, Any] = {}
         self._warm = False
         self.compiles_after_warm_up = 0
+
+    @property
+    def row_width(self) -> int:
+        """Values in a row of features, as it comes."""
+        return self.head.hidden_size if self.config.fused_features else self.head.feature_size
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every bucket's program, several at a time."""
@@ -187,7 +193,7 @@ class DeviceEngine:
         works = [
             SequenceWork(
                 sequence_id=b"", tokens=np.zeros(1, np.int32),
-                features=np.zeros((1, self.head.feature_size), self._feature_dtype),
+                features=np.zeros((1, self.row_width), self._feature_dtype),
                 kv_len=0, page_ids=np.array([page], np.int32), drafts=True, max_levels=max_levels,
             )
             for page in range(count)
@@ -246,7 +252,7 @@ class DeviceEngine:
         """The smallest bucket that holds the works. Raises ValueError naming what is too large."""
         config, drafts = self.config, works[0].drafts
         for work in works:
-            work.validate(self.head.target_vocab_size, self.head.feature_size, config.page_size)
+            work.validate(self.head.target_vocab_size, self.row_width, config.page_size)
             if work.drafts != drafts:
                 raise ValueError("drafts: a step drafts for all its works or for none")
             if work.page_ids.size > config.pages_per_sequence:
@@ -354,7 +360,9 @@ class DeviceEngine:
             )
 
         embed = head_embed(head, params, x["tokens"])
-        states = head_fuse(head, params, take_rows(x["features"], self._feature_dtype))
+        rows = take_rows(x["features"], self._feature_dtype)
+        fused = config.fused_features
+        states = rows.astype(head.dtype) if fused else head_fuse(head, params, rows)
         outs, block_kv = head_forward(head, params, embed, states, x["positions"], attend)
         pages = kv_commit(
             pages,

@@ -15,7 +15,8 @@ PROTOCOL_VERSION = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftInfo:
     """`target`: the fields of canopy.v1.TargetIdentity, of the target whose tables are borrowed.
-    `feature_kind`: "aux" or "last"; `row_width`: values in a feature row.
+    `feature_kind`: "aux" or "last"; `row_width`: values in a feature row. `fused_by`:
+    `models.eagle3.fusing_hash` of the head, if rows are to be fused already; empty: as captured.
     """
 
     head_name: str
@@ -28,3 +29,4 @@ class DraftInfo:
     max_tree: TreeShape
     max_sequences: int
     max_outcomes: int = 0
+    fused_by: str = ""

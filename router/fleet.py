@@ -85,7 +85,7 @@ class Fleet:
         link: VerifyLink
         listener: LinkListener[verify_pb2.VerifyEvent] = LinkListener(
             on_events=lambda messages: told.on_verify_events(link, messages),
-            on_up=lambda: told.on_verify_up(link),
+            on_up=lambda: self._on_verify_up(link),
             on_down=lambda: self._on_down(told.on_verify_down, link),
             on_change=told.on_change,
             asked_at=told.when_asked,
@@ -116,6 +116,13 @@ class Fleet:
             self._check_draft,
         )
         return link
+
+    def _on_verify_up(self, link: VerifyLink) -> None:
+        """Drafts that fitted the verifies met before may not fit this one, or what it is now."""
+        for draft in self.drafts:
+            if draft.peer.linked and draft.info is not None and self._misfit(draft.info):
+                draft.meet_again()
+        self._listener.on_verify_up(link)
 
     def _on_down(self, tell: Callable[[Any], None], link: VerifyLink | DraftLink) -> None:
         self._resolve_now.set()  # its name may have an heir
@@ -163,10 +170,13 @@ class Fleet:
 
     def _check_draft(self, info: draft_pb2.GetDraftInfoResponse) -> str | None:
         """Raises NotYet while there is no verify to compare with."""
-        infos = self.verify_infos
-        if not infos:
+        if not self.verify_infos:
             raise NotYet("waits for verify, to compare the two")
-        return next(filter(None, (check_pair(verify, info) for verify in infos)), None)
+        return self._misfit(info)
+
+    def _misfit(self, info: draft_pb2.GetDraftInfoResponse) -> str | None:
+        """Why the draft does not fit one of the verifies, in words; None: it fits them all."""
+        return next(filter(None, (check_pair(v, info) for v in self.verify_infos)), None)
 
     # -- life
 

@@ -76,6 +76,8 @@ def check_pair(
             f"captured boundaries: verify sends {list(made.boundaries)}, the head needs"
             f" {list(needed.boundaries)}; start verify with the head's boundaries"
         )
+    if made.fused_by != needed.fused_by:
+        return _fusing(made.fused_by, needed.fused_by)
     if made.row_width != needed.row_width:
         return f"feature width: verify sends {made.row_width}, the head takes {needed.row_width}"
     if made.dtype != needed.dtype:
@@ -84,6 +86,25 @@ def check_pair(
             f" {FeatureDtype.Name(needed.dtype)}; set the same on both"
         )
     return None
+
+
+def _fusing(made: str, needed: str) -> str:
+    """In words: verify and draft do not agree on who fuses features, or by which head."""
+    if not needed:
+        return (
+            f"features: verify sends them fused by head {made[:12]}, the draft takes captured ones;"
+            " start the draft with --features fused, or verify with --features captured"
+        )
+    if not made:
+        return (
+            f"features: verify sends captured ones, the draft takes them fused by head"
+            f" {needed[:12]}; start verify with --features fused and the draft's head, or the draft"
+            " with --features captured"
+        )
+    return (
+        f"fusing head: verify fuses features by {made[:12]} (norms and fc), the draft's head has"
+        f" {needed[:12]}; give both the same head, or start both with --features captured"
+    )
 
 
 def _version(role: str, theirs: int) -> str:

@@ -118,6 +118,7 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
         self._outbox: deque[tuple[CommandMessage, int]] = deque()
         self._filled = asyncio.Event()
         self._emptied = asyncio.Event()
+        self._doubted = asyncio.Event()
         self._was_linked = False
         self._asked_at = 0.0  # for the first command of the outbox
         self._task: asyncio.Task[None] | None = None
@@ -141,6 +142,10 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
                 self._asked_at = self._listener.asked_at()
                 self._filled.set()
             self._outbox.append((command, num_tokens))
+
+    def meet_again(self) -> None:
+        """Ends this life of the link, so that the next asks anew whether the peer fits."""
+        self._doubted.set()
 
     @property
     def has_commands(self) -> bool:
@@ -216,12 +221,12 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
         await self._meet(channel, shown)
         metadata: Metadata = (("canopy-link-id", secrets.token_hex(16)), *shown)
         call = self._open_stream(channel, metadata)
-        self._filled = asyncio.Event()
+        self._filled, self._doubted = asyncio.Event(), asyncio.Event()
         peer = self.peer
         peer.linked, peer.ready, peer.misfit, peer.reason = True, True, False, ""
         _logger.info("peer linked", peer=peer.address, role=self.role)
         work = [
-            *(self._write(call), self._read(call), self._watch_health(channel)),
+            *(self._write(call), self._read(call), self._watch_health(channel), self._doubt()),
             *self._feature_work(channel, metadata),
         ]
         tasks = [asyncio.ensure_future(part) for part in work]
@@ -290,6 +295,10 @@ class Link(abc.ABC, Generic[CommandMessage, EventMessage]):
             counts.num_events_received += len(frame.events)
             self._listener.on_events(frame.events)
         await _raise_status(call)
+
+    async def _doubt(self) -> None:
+        await self._doubted.wait()
+        raise NotYet("asked anew whether it fits")
 
     async def _watch_health(self, channel: grpc.aio.Channel) -> None:
         """A peer that drains takes no new sequences; those that run go on."""

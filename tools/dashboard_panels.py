@@ -342,6 +342,7 @@ ENGINES = Board(
             question="How long do rounds wait for their step?",
             queries=[
                 *quantiles(f"{V}_queue_seconds", "verify"),
+                Query(expr=quantile(0.95, f"{V}_gather_seconds"), legend="verify gathers p95"),
                 *quantiles(f"{D}_queue_seconds", "draft"),
             ],
             unit="s",

@@ -6,6 +6,7 @@ Everything here blocks and runs on a thread before the service says SERVING.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,9 +20,11 @@ from common.log import get_logger
 from common.tensors import FeatureDtype
 from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
+from models.checkpoint import TensorEntry
 from models.config import TargetConfig
 from models.device import set_up_jax
-from models.eagle3.description import FeatureKind, HeadOverrides
+from models.eagle3.description import FeatureKind, HeadConfig, HeadOverrides
+from models.eagle3.fusing import FusingHead, load_fusing_head
 from models.eagle3.loader import open_head
 from models.errors import of_setting
 from models.hub import resolve_model
@@ -75,7 +78,10 @@ def assemble(config: VerifyConfig, group: Leader | None) -> Assembly:
 
 def facts_of(engine: DeviceEngine, identity: Identity) -> dict[str, Any]:
     """What the hosts of a slice must agree on, beside their settings."""
-    return identity.as_dict() | {"boundaries": list(engine.target.boundaries)}
+    return identity.as_dict() | {
+        "boundaries": list(engine.target.boundaries),
+        "fused_by": _fused_by(engine),
+    }
 
 
 def build_engine(
@@ -87,15 +93,19 @@ def build_engine(
         config = config.model_copy(update={"model": resolve_model(config.model)})
         identity = target_identity(config.model)
     with of_setting("head"):
-        boundaries = _boundaries(config)
+        head = _open_head(config)
     with of_setting("tensor_parallel"):
         mesh = model_mesh(config.tensor_parallel) if config.tensor_parallel > 1 else None
+    fusing = None
+    if head is not None and config.features == "fused":
+        with of_setting("head"):
+            fusing = load_fusing_head(*head, mesh)
     with of_setting("model"):
         begun = time.monotonic()
         target, params = load_target(
             config.model,
             dtype=jnp.dtype(config.dtype),
-            boundaries=boundaries,
+            boundaries=config.boundaries or (None if head is None else head[0].boundaries),
             progress=_report_loading,
             mesh=mesh,
         )
@@ -104,28 +114,28 @@ def build_engine(
         model=identity.model_name,
         seconds=round(time.monotonic() - begun, 2),
         boundaries=list(target.boundaries),
+        features=config.features,
     )
-    engine = _engine(config, target, params, mesh, group)
+    engine = _engine(config, target, params, mesh, group, fusing)
     begun = time.monotonic()
     engine.warm_up()
     _logger.info("warm", seconds=round(time.monotonic() - begun, 2))
     return engine, identity
 
 
-def _boundaries(config: VerifyConfig) -> tuple[int, ...] | None:
-    """Those given, or the head's, or None for the target's defaults."""
-    if config.boundaries:
-        return config.boundaries
-    if config.head is None:
+def _open_head(config: VerifyConfig) -> tuple[HeadConfig, Mapping[str, TensorEntry]] | None:
+    """The head that says which boundaries to capture, or fuses them; None where none is needed."""
+    if config.head is None or (config.boundaries and config.features == "captured"):
         return None
     facts = read_target_facts(config.model)
-    head, _ = open_head(config.head, facts, HeadOverrides(), jnp.dtype(config.dtype))
+    overrides = HeadOverrides(boundaries=config.boundaries or None)
+    head, tensors = open_head(config.head, facts, overrides, jnp.dtype(config.dtype))
     if head.feature_kind is not FeatureKind.AUX:
         raise StartupError(
             f"head: {config.head} needs features of kind {head.feature_kind.value}; verify sends"
             " aux features only"
         )
-    return head.boundaries
+    return head, tensors
 
 
 def _report_loading(placed: int, total: int) -> None:
@@ -140,6 +150,7 @@ def _engine(
     params: dict[str, object],
     mesh: Mesh | None,
     group: Leader | None,
+    fusing: FusingHead | None,
 ) -> DeviceEngine:
     try:
         chip = chip_by_name(config.chip) if config.chip else None
@@ -165,6 +176,7 @@ def _engine(
             ),
             mesh,
             group,
+            fusing,
         )
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
@@ -215,6 +227,10 @@ def _gate(config: VerifyConfig) -> DraftGate | None:
     return None if config.tree_budget == "full" else DraftGate()
 
 
+def _fused_by(engine: DeviceEngine) -> str:
+    return "" if engine.fusing is None else engine.fusing.hash
+
+
 def _info(
     config: VerifyConfig,
     engine: DeviceEngine,
@@ -226,7 +242,8 @@ def _info(
         identity=identity.as_dict(),
         boundaries=target.boundaries,
         feature_dtype=FeatureDtype.of(target.dtype),
-        row_width=target.feature_size,
+        row_width=engine.row_width,
+        fused_by=_fused_by(engine),
         max_context_len=engine.config.max_context_len,
         max_tree_nodes=config.max_tree_nodes,
         max_sequences=config.max_sequences,

@@ -56,6 +56,7 @@ def encode_info(info: VerifyInfo) -> verify_pb2.GetVerifyInfoResponse:
             boundaries=info.boundaries,
             dtype=f"FEATURE_DTYPE_{info.feature_dtype.name}",
             row_width=info.row_width,
+            fused_by=info.fused_by,
         ),
         max_context_len=info.max_context_len,
         max_tree_nodes=info.max_tree_nodes,

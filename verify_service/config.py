@@ -25,6 +25,12 @@ class VerifyConfig(DeviceConfig):
     boundaries: IntList = Field(
         (), description="Captured boundaries, as 2,15,27; overrides --head. Neither: defaults."
     )
+    features: Literal["captured", "fused"] = Field(
+        "captured",
+        description="What a draft is sent: captured: the boundaries side by side; fused: what the"
+        " norms and fc of --head make of them, mostly a third. Every draft then needs that head and"
+        " --features fused.",
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and KV.")
     page_size_tokens: int = Field(16, ge=1, le=1024, description="Tokens of a KV page.")
     kv_pool_tokens: int = Field(
@@ -86,6 +92,11 @@ class VerifyConfig(DeviceConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.features == "fused" and self.head is None:
+            raise ValueError(
+                "features: fused, and no head to fuse them by; set head to the draft's head, or"
+                " features to captured"
+            )
         if self.max_step_tokens & (self.max_step_tokens - 1):
             raise ValueError(
                 f"max_step_tokens: {self.max_step_tokens} is no power of two; set 128, 256, 512 or"

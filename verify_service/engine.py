@@ -20,6 +20,7 @@ from kernels.chips import Chip
 from kernels.kv_layout import pages_bytes, pages_shape
 from models.config import TargetConfig
 from models.device import compile_all
+from models.eagle3.fusing import FusingHead
 from models.layers import Params
 from models.packing import pack_parameters, wants_packing
 from models.sharding import PAGES_SPEC
@@ -95,12 +96,16 @@ class DeviceEngine:
         config: EngineConfig,
         mesh: Mesh | None = None,
         group: Leader | None = None,
+        fusing: FusingHead | None = None,
     ) -> None:
         """`mesh`: where `params` are split over chips (`models.target.load_target`). `group`: of
         the leader of several hosts, who are told of everything that runs on all their devices.
+        `fusing`: features are given as this head fuses them, else as they are captured.
         """
-        self.target, self.config = target, config
+        self.target, self.config, self.fusing = target, config, fusing
         self._group = group
+        if fusing is not None:
+            params = {**params, **fusing.params}
         if wants_packing(params):
             params = pack_parameters(params, scoring_table(target))
         self._params = params
@@ -124,6 +129,11 @@ class DeviceEngine:
         self._programs: dict[Bucket, Step] = {}
         self._warm = False
         self.compiles_after_warm_up = 0
+
+    @property
+    def row_width(self) -> int:
+        """Values in a row of features, as it is given and sent."""
+        return self.target.feature_size if self.fusing is None else self.fusing.config.hidden_size
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every bucket's program, several at a time."""
@@ -225,6 +235,7 @@ class DeviceEngine:
             bucket=bucket,
             backend=config.backend,
             chip=config.chip,
+            fusing=None if self.fusing is None else self.fusing.config,
         )
         state = DeviceState(self._pages, self._slots.state)
         program: Step

@@ -13,7 +13,9 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyInfo:
-    """`identity`: fields of canopy.v1.TargetIdentity by name. `boundaries` empty: no features."""
+    """`identity`: fields of canopy.v1.TargetIdentity by name. `boundaries` empty: no features.
+    `fused_by`: `models.eagle3.fusing_hash` of the head that fuses them; empty: as captured.
+    """
 
     identity: dict[str, Any]
     boundaries: tuple[int, ...]
@@ -25,3 +27,4 @@ class VerifyInfo:
     page_size_tokens: int
     num_pages: int
     step_times: tuple[StepPoint, ...] = ()
+    fused_by: str = ""

@@ -19,6 +19,7 @@ class VerifyLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
     """`on_features` is called when rows may wait to be sent. See `common.engine_loop`."""
 
     _machine: VerifyMachine
+    _metrics: VerifyMetrics
 
     def __init__(
         self,
@@ -48,6 +49,14 @@ class VerifyLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
 
     def _has_ready(self) -> bool:
         return self._machine.has_ready
+
+    async def _gather(self, now: float) -> float:
+        """As all loops do; notes how long it took and what it brought."""
+        num_ready = self._machine.num_ready
+        then = await super()._gather(now)
+        if then > now:
+            self._metrics.note_gathering(then - now, self._machine.num_ready - num_ready)
+        return then
 
     def _wait_until(self, now: float, deadline: float) -> float:
         return self._machine.wait_until(now, deadline)

@@ -114,6 +114,11 @@ class VerifyMachine:
         """Whether a round waits for a step, be there room for it or not."""
         return self._registry.has_ready
 
+    @property
+    def num_ready(self) -> int:
+        """Sequences on the device whose rounds the next step could take."""
+        return sum(s.pending is not None and not s.in_flight for s in self._residency)
+
     def wait_until(self, now: float, deadline: float) -> float:
         """Until when the next step should wait for sequences on their way back; `now`: not at all.
 

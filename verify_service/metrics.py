@@ -24,6 +24,12 @@ class VerifyMetrics:
             "host_seconds", "Host time per step: commands, plan and retirement"
         )
         self._queue_seconds = metrics.histogram("queue_seconds", "Wait of a round for its step")
+        self._gather_seconds = metrics.histogram(
+            "gather_seconds", "Wait of a step for sequences on their way back, where it waited"
+        )
+        self._gathered = metrics.counter(
+            "gathered_sequences", "Sequences whose rounds came while a step waited for them"
+        )
         rows = power_buckets(max_step_tokens)
         self._step_tokens = metrics.histogram("step_tokens", "Rows of a step", rows)
         self._step_sequences = metrics.histogram("step_sequences", "Sequences of a step", rows)
@@ -80,6 +86,11 @@ class VerifyMetrics:
         self._step_tokens.observe(plan.num_rows)
         self._step_sequences.observe(len(plan.works))
         self._offered.inc(plan.num_offered)
+
+    def note_gathering(self, seconds: float, num_more: int) -> None:
+        """A step has waited, and so many more can take part in it; some may have gone."""
+        self._gather_seconds.observe(seconds)
+        self._gathered.inc(max(0, num_more))
 
     def note_failed_step(self) -> None:
         self._failures.inc()

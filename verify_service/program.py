@@ -36,6 +36,9 @@ from kernels.token_logprobs.api import token_logprobs
 from kernels.token_logprobs.types import TokenLogprobs
 from kernels.tree_attention.api import tree_attention
 from models.config import TargetConfig
+from models.eagle3.description import HeadConfig
+from models.eagle3.fusing import FUSE
+from models.eagle3.module import head_fuse
 from models.layers import Params
 from models.sharding import (
     PAGES_SPEC,
@@ -75,7 +78,7 @@ class StepOutput(NamedTuple):
     small     int32, `BatchShape.results()`: accepted nodes, emitted tokens, margins, logprobs
     top       top_tokens and top_logprobs [B, D + 1, K]: fetched only where asked for
     prompt    logprobs [N], top_tokens and top_logprobs [N, K] of scored rows: likewise
-    features  [T, F]
+    features  [T, F] as captured, or [T, H] as `StepParts.fusing` fuses them
     """
 
     state: DeviceState
@@ -90,13 +93,17 @@ OUTPUT_SPECS = StepOutput(STATE_SPECS, *(WHOLE_SPEC,) * 4)  # type: ignore[arg-t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """The parts of a step, all pure; `x` is what `unpack` makes of the buffer."""
+    """The parts of a step, all pure; `x` is what `unpack` makes of the buffer.
+
+    `fusing`: of a head whose fc and norms are among the parameters, under their own names.
+    """
 
     target: TargetConfig
     shape: BatchShape
     bucket: Bucket
     backend: Backend
     chip: Chip | None
+    fusing: HeadConfig | None = None
 
     def unpack(self, buffer: jax.Array) -> Arrays:
         """The fields of a buffer of `shape.packing(bucket)`."""
@@ -157,6 +164,8 @@ class StepParts:
         the residual stream entering each, and behind the last.
         """
         hidden, features = finish_rows(self.target, params, boundaries)
+        if self.fusing is not None:
+            features = head_fuse(self.fusing, {FUSE: params[FUSE]}, features)
         logits = target_logits(self.target, params, hidden[x["node_rows"]])
         options = _logit_options(x)
         causal = x["row_is_causal"] > 0

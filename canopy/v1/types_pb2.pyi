@@ -188,13 +188,15 @@ class TargetIdentity(_message.Message):
     def __init__(self, model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., padded_vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., hidden_size: _Optional[int] = ..., weights_hash: _Optional[str] = ...) -> None: ...
 
 class FeatureSpec(_message.Message):
-    __slots__ = ("kind", "boundaries", "dtype", "row_width")
+    __slots__ = ("kind", "boundaries", "dtype", "row_width", "fused_by")
     KIND_FIELD_NUMBER: _ClassVar[int]
     BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     ROW_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    FUSED_BY_FIELD_NUMBER: _ClassVar[int]
     kind: FeatureKind
     boundaries: _containers.RepeatedScalarFieldContainer[int]
     dtype: FeatureDtype
     row_width: int
-    def __init__(self, kind: _Optional[_Union[FeatureKind, str]] = ..., boundaries: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[FeatureDtype, str]] = ..., row_width: _Optional[int] = ...) -> None: ...
+    fused_by: str
+    def __init__(self, kind: _Optional[_Union[FeatureKind, str]] = ..., boundaries: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[FeatureDtype, str]] = ..., row_width: _Optional[int] = ..., fused_by: _Optional[str] = ...) -> None: ...

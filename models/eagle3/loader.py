@@ -105,7 +105,7 @@ def load_head(
             progress(len(leaves), total)
 
     for path, shape in shapes.items():
-        place(path, _read_leaf(tensors[names[path]], path, shape, config), local[path])
+        place(path, read_leaf(tensors[names[path]], path, shape, config), local[path])
     for table in ("embedding", "lm_head"):
         if table == "lm_head" and shares_table:
             leaves[("lm_head",)] = leaves[("embedding",)]  # held once
@@ -183,7 +183,7 @@ def check_tensors(
         )
 
 
-def _read_leaf(
+def read_leaf(
     entry: TensorEntry, path: tuple[str, ...], shape: tuple[int, ...], config: HeadConfig
 ) -> HostArray:
     """One parameter; a kernel is stored [out, in] in files and kept [in, out] here."""

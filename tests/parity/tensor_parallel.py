@@ -12,6 +12,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,12 +23,17 @@ from model_files import load_golden, write_model
 
 from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
 from common.types import SamplingParams
+from models.eagle3 import HeadOverrides, load_fusing_head, open_head
+from models.eagle3.init import init_head
 from models.sharding import model_mesh
 from models.target import load_target
+from models.target_tables import read_target_facts
 from verify_service.engine import DeviceEngine, EngineConfig
 
 NUM_TOKENS = 16
 EIGHT_HEADS = "eight_heads"
+"""Features are fused on the way, by a head that is split as well."""
+BOUNDARIES = (0, 2)
 ENGINE = EngineConfig(
     num_pages=32,
     page_size=8,
@@ -71,12 +77,32 @@ def write_target(name: str, directory: Path) -> tuple[list[int], int]:
     return golden["tokens"].tolist(), raw["vocab_size"]
 
 
+def open_new_head(target: Path) -> Any:
+    """What fuses features, to be split as well."""
+    where = target / "head"
+    if not where.exists():
+        init_head(target, where, draft_vocab_size=VOCAB_SIZE, boundaries=BOUNDARIES)
+    return open_head(where, read_target_facts(target), HeadOverrides(), np.float32)
+
+
 def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
     tokens, vocab_size = write_target(name, directory)
     mesh = model_mesh(num_shards)
+<<<<<<< HEAD
     config = replace(ENGINE, token_masks=name == EIGHT_HEADS)  # elsewhere: the step without masks
     single = DeviceEngine(*load_target(directory, boundaries=[0, 2]), config)
     split = DeviceEngine(*load_target(directory, boundaries=[0, 2], mesh=mesh), config, mesh)
+=======
+    fusing = dict.fromkeys((None, mesh))
+    if name == EIGHT_HEADS:
+        fusing = {where: load_fusing_head(*open_new_head(directory), where) for where in fusing}
+    single = DeviceEngine(
+        *load_target(directory, boundaries=BOUNDARIES), ENGINE, fusing=fusing[None]
+    )
+    split = DeviceEngine(
+        *load_target(directory, boundaries=BOUNDARIES, mesh=mesh), ENGINE, mesh, fusing=fusing[mesh]
+    )
+>>>>>>> wire
     prompts = [tokens[: 6 + 5 * i] for i in range(4)]
 
     def two_in_three(tokens: list[int]) -> npt.NDArray[np.bool_]:

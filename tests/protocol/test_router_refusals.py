@@ -250,6 +250,7 @@ MISFITS = [
     ("draft", "features.boundaries", [1, 2], ["boundaries", "[1, 2, 3]", "[1, 2]"]),
     ("draft", "features.dtype", types_pb2.FEATURE_DTYPE_BFLOAT16, ["dtype", "FLOAT32", "BFLOAT16"]),
     ("draft", "features.row_width", 12, ["width", "4", "12"]),
+    ("draft", "features.fused_by", "beef", ["captured ones", "beef", "verify with --features"]),
 ]
 
 
@@ -311,6 +312,24 @@ async def test_a_draft_that_comes_back_with_another_head_is_left_out(world: Worl
     assert answer.completion.speculation.num_accepted == 0
     info = await world.stub.GetServerInfo(pb.GetServerInfoRequest())
     assert "captured boundaries" in info.peers[1].reason
+
+
+async def test_a_verify_that_comes_back_fusing_by_another_head_loses_the_draft(
+    world: World,
+) -> None:
+    """Rows of the same width would pass unseen, and every tree be worthless."""
+    await world.verify.stop()
+    set_field(world.verify, "features.fused_by", "beef")
+    await world.verify.start()
+    await until(lambda: world.service.core.fleet.peers[1].misfit)
+    await until(lambda: world.health.serving)
+    answer = await world.generate(text="hi", max_tokens=8)
+    assert answer.completion.speculation.num_accepted == 0
+    info = await world.stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert "fused by head beef, the draft takes captured ones" in info.peers[1].reason
+    set_field(world.draft, "features.fused_by", "beef")
+    await until(lambda: world.service.core.fleet.peers[1].ready)
+    assert (await world.generate(text="hi", max_tokens=8)).completion.speculation.num_accepted > 0
 
 
 # -- readiness

@@ -62,14 +62,18 @@ class Served:
     loop: VerifyLoop
     task: asyncio.Task[None]
     channel: grpc.aio.Channel
+    metrics: Metrics
+
+    def scraped(self, name: str) -> float:
+        return self.metrics.registry.get_sample_value(f"canopy_verify_{name}") or 0.0
 
 
 @asynccontextmanager
 async def served(engine: Any) -> AsyncIterator[Served]:
-    machine, hub = VerifyMachine(LIMITS), StreamHub()
+    machine, hub, metrics = VerifyMachine(LIMITS), StreamHub(), Metrics("verify")
     loop = VerifyLoop(
         machine, engine, deliver=hub.deliver, on_features=hub.wake_receivers,
-        metrics=VerifyMetrics(Metrics("verify"), 16, 32), gather_seconds=0.001,
+        metrics=VerifyMetrics(metrics, 16, 32), gather_seconds=0.001,
     )  # fmt: skip
     servicer = VerifyServicer(hub)
     servicer.loop, servicer.info = loop, verify_pb2.GetVerifyInfoResponse(protocol_version=1)
@@ -80,7 +84,7 @@ async def served(engine: Any) -> AsyncIterator[Served]:
     task = asyncio.create_task(loop.run())
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Served(machine, loop, task, channel)
+            yield Served(machine, loop, task, channel, metrics)
     finally:
         hub.close_all()
         task.cancel()
@@ -128,6 +132,7 @@ async def test_any_tree_gives_the_tokens_of_root_only_decoding(
     sampling = types_pb2.SamplingParams(temperature=temperature, seed=11)
     async with served(engine) as s, VerifyClient(s.channel) as client:
         alone = [await client.generate(p, 24, sampling=sampling) for p in PROMPTS]
+        assert s.scraped("gather_seconds_count") == 0.0  # nobody to wait for
         guesses = [Guess(g.response, VOCAB, i, 0.7) for i, g in enumerate(alone)]
         together = await asyncio.gather(
             *(
@@ -135,6 +140,7 @@ async def test_any_tree_gives_the_tokens_of_root_only_decoding(
                 for p, guess in zip(PROMPTS, guesses, strict=True)
             )
         )
+        assert s.scraped("gather_seconds_count") > 0.0
         for one, other in zip(alone, together, strict=True):
             assert not one.errors
             assert not other.errors

@@ -16,6 +16,7 @@ from prometheus_client import Histogram as LibraryHistogram
 from common.metrics import MAX_PENDING, SECONDS_BUCKETS, Metrics, RisingCounter
 from router.metrics import RouterMetrics
 from tools import metrics_doc
+from verify_service.metrics import VerifyMetrics
 
 UNITS = ("_seconds", "_bytes", "_tokens", "_sequences", "_nodes", "_pages", "_requests", "_length")
 
@@ -175,3 +176,14 @@ def test_totals_kept_elsewhere_become_a_counter() -> None:
     for total in (0, 2, 2, 5):
         counter.set_total(total)
     assert scraped(metrics)["canopy_x_compiles_total"] == 5
+
+
+def test_waits_of_steps_count_those_that_came_and_not_those_that_went() -> None:
+    metrics = Metrics("verify")
+    of_verify = VerifyMetrics(metrics, 16, 32)
+    of_verify.note_gathering(0.002, 3)
+    of_verify.note_gathering(0.001, -1)
+    values = scraped(metrics)
+    assert values["canopy_verify_gather_seconds_count"] == 2
+    assert values["canopy_verify_gather_seconds_sum"] == pytest.approx(0.003)
+    assert values["canopy_verify_gathered_sequences_total"] == 3
