@@ -88,21 +88,16 @@ def open_new_head(target: Path) -> Any:
 def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
     tokens, vocab_size = write_target(name, directory)
     mesh = model_mesh(num_shards)
-<<<<<<< HEAD
     config = replace(ENGINE, token_masks=name == EIGHT_HEADS)  # elsewhere: the step without masks
-    single = DeviceEngine(*load_target(directory, boundaries=[0, 2]), config)
-    split = DeviceEngine(*load_target(directory, boundaries=[0, 2], mesh=mesh), config, mesh)
-=======
     fusing = dict.fromkeys((None, mesh))
     if name == EIGHT_HEADS:
         fusing = {where: load_fusing_head(*open_new_head(directory), where) for where in fusing}
     single = DeviceEngine(
-        *load_target(directory, boundaries=BOUNDARIES), ENGINE, fusing=fusing[None]
+        *load_target(directory, boundaries=BOUNDARIES), config, fusing=fusing[None]
     )
     split = DeviceEngine(
-        *load_target(directory, boundaries=BOUNDARIES, mesh=mesh), ENGINE, mesh, fusing=fusing[mesh]
+        *load_target(directory, boundaries=BOUNDARIES, mesh=mesh), config, mesh, fusing=fusing[mesh]
     )
->>>>>>> wire
     prompts = [tokens[: 6 + 5 * i] for i in range(4)]
 
     def two_in_three(tokens: list[int]) -> npt.NDArray[np.bool_]:
