@@ -99,6 +99,7 @@ def test_a_drafts_follower_has_the_leaders_pages(hosts: Hosts) -> None:
     assert pages.any()
 
 
+@pytest.mark.slow  # its programs, masks and all, compile for a minute
 def test_a_verifys_follower_has_the_leaders_pages_and_slots(hosts: Hosts) -> None:
     """Prefills and trees, penalties and biases in slots, and a token mask."""
     config = EngineConfig(
