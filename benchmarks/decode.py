@@ -130,6 +130,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="[%(default)s]")
     add_server_arguments(parser)
+    parser.set_defaults(tree_budget="auto")  # as `canopy serve` goes
     return parser.parse_args(argv)
 
 

@@ -71,7 +71,7 @@ class DraftConfig(DeviceConfig):
         " 0: to all. At long contexts its reads cost more than its weights.",
     )
     shared_noise: bool = Field(
-        False, description="Order candidates with the noise that the target samples with."
+        True, description="Order candidates with the noise that the target samples with."
     )
     draft_ahead: int = Field(
         0,
