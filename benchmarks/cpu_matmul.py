@@ -13,33 +13,29 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.serving import print_report
-from canopy.library import fetch_model
+from benchmarks.serving import add_model_arguments, model_and_head, print_report
 from common.entry import run_program
 from common.errors import StartupError
 from kernels.cpu_matmul.api import is_available, packed_matmul
 from kernels.cpu_matmul.packing import pack
 from models.config import TargetConfig, read_target_config
+from models.target import parameter_shapes
 
 
-def matrix_shapes(target: TargetConfig) -> list[tuple[int, int]]:
-    """[in, out] of the matrices of a dense target, in the order they are run."""
-    hidden, width = target.hidden_size, target.num_heads * target.head_dim
-    kv = target.num_kv_heads * target.head_dim
-    layer = [(hidden, width), (hidden, kv), (hidden, kv), (width, hidden)]
-    layer += [(hidden, target.mlp_size)] * 2 + [(target.mlp_size, hidden)]
-    return layer * target.num_layers + [(hidden, target.vocab_size)]
+def matrix_shapes(target: TargetConfig) -> list[tuple[int, ...]]:
+    """[in, out] of a target's matrices, experts left out, in the order they are run."""
+    kernels = [shape for path, shape in parameter_shapes(target).items() if path[-1] == "kernel"]
+    return [*kernels, (target.hidden_size, target.vocab_size)]
 
 
 def products(
-    multiply: Callable[[jax.Array, jax.Array, int], jax.Array], shapes: list[tuple[int, int]]
+    multiply: Callable[[jax.Array, jax.Array, int], jax.Array], shapes: list[tuple[int, ...]]
 ) -> Any:
     """A program that makes every product; each waits for the one before it."""
 
@@ -56,9 +52,8 @@ def products(
 def run(arguments: argparse.Namespace) -> int:
     if not is_available():
         raise StartupError("this machine has no product of our own: see the log")
-    shapes = matrix_shapes(
-        read_target_config(arguments.model or fetch_model("smollm2-135m-instruct"))
-    )
+    model, _ = model_and_head(arguments)
+    shapes = matrix_shapes(read_target_config(model))
     random = np.random.default_rng(0)
     plain = [jnp.asarray(random.standard_normal(s, dtype=np.float32)) for s in shapes]
     packed = [pack(weight) for weight in plain]
@@ -98,7 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=11, help="of each, both in turn [%(default)s]"
     )
-    parser.add_argument("--model", type=Path, help="target's directory [the demo's, fetched]")
+    add_model_arguments(parser)
     return parser.parse_args()
 
 

@@ -22,9 +22,10 @@ from jax import lax
 
 from common.types import TreeShape
 from draft_service.engine import DeviceEngine, EngineConfig
+from draft_service.scoring import lay_out, score
 from draft_service.step import SequenceWork
 from models.eagle3 import HeadConfig, load_head
-from models.layers import Params
+from models.layers import Linear, Params
 
 PAGE_SIZE = 16
 
@@ -32,7 +33,7 @@ PAGE_SIZE = 16
 def main() -> None:
     arguments = _arguments()
     head, params = load_head(arguments.head, arguments.target)
-    laid_out = {**params, "lm_head_turned": params["lm_head"].T}  # what XLA multiplies best
+    laid_out = lay_out(params)  # the floor gets the engine's own layout
     shape = TreeShape(
         max_depth=arguments.max_depth, top_k=arguments.top_k, max_nodes=arguments.max_nodes
     )
@@ -52,7 +53,7 @@ def main() -> None:
     k = arguments.batch * arguments.top_k
     out = jnp.ones((k, head.hidden_size), jnp.float32)
     floor = jax.jit(_matrix_products(head, shape, arguments))
-    products = jax.jit(_vocabulary_products(shape))
+    products = jax.jit(_vocabulary_products(head, shape))
     choices = jax.jit(_choices(shape))
     logits = jnp.asarray(
         np.random.default_rng(0).normal(size=(k, head.draft_vocab_size)), jnp.float32
@@ -103,27 +104,31 @@ def _matrix_products(
     """Every product with a weight that a step makes, on as many rows, and nothing else."""
     rows = arguments.batch * arguments.max_draft_tokens
     k = arguments.batch * shape.top_k
+    spec = head.attention
+    kv_size = spec.num_kv_heads * spec.head_dim
+    sizes = {"q": spec.num_heads * spec.head_dim, "k": kv_size, "v": kv_size}
 
     def layers(params: Params, x: jax.Array) -> jax.Array:
         for i in range(head.num_layers):
             attention, mlp = params[f"layer_{i}"]["attention"], params[f"layer_{i}"]["mlp"]
             both = jnp.concatenate([x, x], axis=1) if head.embedding_layers[i] else x
-            q, kk, v = (both @ attention[name]["kernel"] for name in ("q", "k", "v"))
+            q, kk, v = (_product(both, attention[name], size) for name, size in sizes.items())
             mixed = q + jnp.pad(kk + v, ((0, 0), (0, q.shape[1] - kk.shape[1])))
-            x = x + mixed @ attention["o"]["kernel"]
-            up = (x @ mlp["gate"]["kernel"]) * (x @ mlp["up"]["kernel"])
-            x = x + up @ mlp["down"]["kernel"]
+            x = x + _product(mixed, attention["o"], head.hidden_size)
+            gate, up = (_product(x, mlp[name], head.mlp_size) for name in ("gate", "up"))
+            x = x + _product(gate * up, mlp["down"], head.hidden_size)
         scaled: jax.Array = x * jnp.float32(1e-3)
         return scaled
 
     def scores(params: Params, x: jax.Array) -> jax.Array:
-        logits = x @ params["lm_head_turned"]
+        logits = score(head, params, x)
         mixed: jax.Array = x + logits[:, : x.shape[1]] * jnp.float32(1e-3)
         return mixed
 
     def run(params: Params) -> jax.Array:
         x = jnp.ones((rows, head.feature_size), jnp.float32)
-        x = x @ params["fuse"]["fc"]["kernel"] if head.has_fc else x[:, : head.hidden_size]
+        x = _product(x, params["fuse"]["fc"], head.hidden_size) if head.has_fc else x
+        x = x[:, : head.hidden_size]
         x = layers(params, x)
         first = scores(params, x[: arguments.batch])
         x = jnp.resize(first, (k, first.shape[1]))
@@ -136,10 +141,20 @@ def _matrix_products(
     return run
 
 
-def _vocabulary_products(shape: TreeShape) -> Callable[[Params, jax.Array], jax.Array]:
+def _product(x: jax.Array, weights: Params, size: int) -> jax.Array:
+    """x times a `Linear`'s kernel, however it lies."""
+    linear = Linear(size, use_bias=False, dtype=np.dtype(np.float32))
+    y: Any = linear.apply({"params": weights}, x)
+    product: jax.Array = y
+    return product
+
+
+def _vocabulary_products(
+    head: HeadConfig, shape: TreeShape
+) -> Callable[[Params, jax.Array], jax.Array]:
     def run(params: Params, out: jax.Array) -> jax.Array:
         def level(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            logits = x @ params["lm_head_turned"]
+            logits = score(head, params, x)
             return x + logits[:, : x.shape[1]] * jnp.float32(1e-3), None
 
         return lax.scan(level, out, None, length=shape.max_depth - 1)[0]

@@ -114,7 +114,10 @@ def place_whole(
 
 
 def _on_default_device(host: HostArray, path: Path) -> jax.Array:
-    array: jax.Array = jax.device_put(host).block_until_ready()
+    return _laid_out(jax.device_put(host).block_until_ready(), path)
+
+
+def _laid_out(array: jax.Array, path: Path) -> jax.Array:
     return lay_by_rows(array) if is_looked_up(path) else array
 
 
@@ -130,8 +133,7 @@ def _joined(
     """One array of the parts on this host's chips, and those on the others'."""
     sharding = NamedSharding(mesh, parameter_spec(path))
     whole = global_shape(config, path, shape)
-    array = jax.make_array_from_single_device_arrays(whole, sharding, parts)
-    return lay_by_rows(array) if is_looked_up(path) else array
+    return _laid_out(jax.make_array_from_single_device_arrays(whole, sharding, parts), path)
 
 
 def _stored(leaf: _Leaf, config: TargetConfig) -> tuple[int, ...]:

@@ -117,7 +117,7 @@ class VerifyMachine:
     @property
     def num_ready(self) -> int:
         """Sequences on the device whose rounds the next step could take."""
-        return sum(s.pending is not None and not s.in_flight for s in self._residency)
+        return sum(sequence.is_ready for sequence in self._residency)
 
     def wait_until(self, now: float, deadline: float) -> float:
         """Until when the next step should wait for sequences on their way back; `now`: not at all.
@@ -133,7 +133,7 @@ class VerifyMachine:
         if self._gathering is None:
             lately = any(sequence.is_briefly_away(now) for sequence in away)
             return max(now, deadline) if lately else now
-        ready = [s for s in self._residency if s.pending is not None and not s.in_flight]
+        ready = [sequence for sequence in self._residency if sequence.is_ready]
         if not away:
             return now
         missing = [sequence for sequence in ready if sequence.num_missing]

@@ -25,7 +25,7 @@ class VerifyRegistry(Registry[VerifySequence]):
 
     @property
     def has_ready(self) -> bool:
-        return any(s.pending is not None and not s.in_flight for s in self._sequences.values())
+        return any(s.is_ready for s in self._sequences.values())
 
     def disconnect(self, stream: int, now: float) -> None:
         """Its sequences become orphans; of too many, those go that were orphaned first."""

@@ -145,6 +145,11 @@ class VerifySequence:
     def is_resident(self) -> bool:
         return self.slot != NO_SLOT
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its round waits for a step."""
+        return self.pending is not None and not self.in_flight
+
     def is_briefly_away(self, now: float) -> bool:
         """Whether it ended a round so lately that its next is likely on the way."""
         waits = self.pending is None and self.orphaned_since is None and self.is_resident

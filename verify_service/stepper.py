@@ -194,7 +194,7 @@ class Stepper:
         """
         decoding, prefilling = list[VerifySequence](), list[VerifySequence]()
         for sequence in sorted(self._residency, key=lambda s: s.arrival):
-            if sequence.in_flight or sequence.pending is None or not sequence.is_resident:
+            if not sequence.is_ready or not sequence.is_resident:
                 continue  # the last: put out by an older one in this very loop
             if sequence.num_missing:
                 self._residency.catch_up(sequence)
