@@ -21,6 +21,7 @@ NOT_COMPILED = (
     "kernels/tree_attention/xla.py",
     "kernels/tree_attention/plan.py",
     "kernels/build_tree/xla.py",
+    "kernels/cpu_matmul/*.py",
 )
 """In no program for TPU: oracles, lists, and the forms for the CPU."""
 

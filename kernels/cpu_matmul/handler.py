@@ -9,6 +9,8 @@ What they share is freed by the last of them.
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager
+from typing import Any
 
 from llvmlite import ir
 
@@ -152,8 +154,7 @@ def _handler_function(module: ir.Module, work: ir.Function) -> None:
 def _answer_version(builder: ir.IRBuilder, frame: Fields) -> None:
     """When it is registered, a handler is asked for the interface's version that it knows."""
     extension = frame.load("extension")
-    asked = builder.icmp_unsigned("!=", builder.ptrtoint(extension, I64), I64(0))
-    with builder.if_then(asked):
+    with _where_set(builder, extension):
         metadata = Fields(
             builder,
             ffi.Metadata,
@@ -169,47 +170,46 @@ def _ask_for_help(
     builder: ir.IRBuilder, frame: Fields, work: ir.Function, job: ir.Value, release: ir.Function
 ) -> None:
     """One more thread on the job; where the pool takes none, its share of the job is let go."""
-    memory = local(builder, ffi.Schedule)
-    arguments = _request(builder, ffi.Schedule, memory, frame)
-    arguments.store(work, "task")
-    arguments.store(job, "data")
-    error = builder.call(_api_function(builder, frame, "schedule"), [memory])
-    with builder.if_then(builder.icmp_unsigned("!=", builder.ptrtoint(error, I64), I64(0))):
-        _destroy(builder, frame, error)
+    context = frame.load("context")
+    error = _call(builder, frame, "schedule", ffi.Schedule, context=context, task=work, data=job)
+    with _where_set(builder, error):
+        _call(builder, frame, "error_destroy", ffi.ErrorDestroy, error=error)
         builder.call(release, [job])
 
 
 def _num_threads(builder: ir.IRBuilder, frame: Fields) -> ir.Value:
     """Of XLA's pool, 1 where it cannot say."""
-    count = local(builder, I64)
+    count, context = local(builder, I64), frame.load("context")
     builder.store(I64(1), count)
-    memory = local(builder, ffi.NumThreads)
-    _request(builder, ffi.NumThreads, memory, frame).store(count, "count")
-    error = builder.call(_api_function(builder, frame, "num_threads"), [memory])
-    with builder.if_then(builder.icmp_unsigned("!=", builder.ptrtoint(error, I64), I64(0))):
-        _destroy(builder, frame, error)
+    error = _call(builder, frame, "num_threads", ffi.NumThreads, context=context, count=count)
+    with _where_set(builder, error):
+        _call(builder, frame, "error_destroy", ffi.ErrorDestroy, error=error)
     found = builder.load(count, typ=I64)
     return builder.select(builder.icmp_signed(">", found, I64(1)), found, I64(1))
 
 
-def _destroy(builder: ir.IRBuilder, frame: Fields, error: ir.Value) -> None:
-    memory = local(builder, ffi.ErrorDestroy)
-    arguments = Fields(builder, ffi.ErrorDestroy, memory)
-    arguments.store(I64(ctypes.sizeof(ffi.ErrorDestroy)), "struct_size")
-    arguments.store(ir.Constant(PTR, None), "extension")
-    arguments.store(error, "error")
-    builder.call(_api_function(builder, frame, "error_destroy"), [memory])
-
-
-def _request(
-    builder: ir.IRBuilder, kind: type[ctypes.Structure], memory: ir.Value, frame: Fields
-) -> Fields:
-    """The arguments of a function of XLA's, as far as all have them."""
+def _call(
+    builder: ir.IRBuilder,
+    frame: Fields,
+    name: str,
+    kind: type[ctypes.Structure],
+    **fields: ir.Value,
+) -> ir.Value:
+    """Calls a function of XLA's with arguments of `kind`; what it returns is an error, or null."""
+    memory = local(builder, kind)
     arguments = Fields(builder, kind, memory)
     arguments.store(I64(ctypes.sizeof(kind)), "struct_size")
     arguments.store(ir.Constant(PTR, None), "extension")
-    arguments.store(frame.load("context"), "context")
-    return arguments
+    for field, value in fields.items():
+        arguments.store(value, field)
+    return builder.call(_api_function(builder, frame, name), [memory])
+
+
+def _where_set(builder: ir.IRBuilder, pointer: ir.Value) -> AbstractContextManager[Any]:
+    """The block within runs where `pointer` is not null."""
+    return builder.if_then(  # type: ignore[no-any-return]
+        builder.icmp_unsigned("!=", builder.ptrtoint(pointer, I64), I64(0))
+    )
 
 
 def _api_function(builder: ir.IRBuilder, frame: Fields, name: str) -> ir.Value:
