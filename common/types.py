@@ -26,6 +26,14 @@ TopLogprobs = Sequence[tuple[int, float]]
 """(token, log-probability) of the likeliest tokens at one place, best first."""
 
 
+class Drafting(enum.IntEnum):
+    """How rounds are drafted; as canopy.v1.Drafting."""
+
+    NONE = 1  # roots alone
+    SYNCHRONOUS = 2  # a round waits for its tree
+    AHEAD = 3  # none waits; trees are grown for rounds to come
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTree:
     """A tree of likely next tokens; node 0 is the root, the last committed token.
@@ -64,10 +72,56 @@ class DraftTree:
 
     def within_depth(self, max_depth: int) -> DraftTree:
         """The nodes no deeper than `max_depth`, in their order, parents renumbered."""
-        keep = np.flatnonzero(self.depths() <= max_depth)
+        return self._of(np.flatnonzero(self.depths() <= max_depth))
+
+    def within(self, shape: TreeShape) -> DraftTree:
+        """What `shape` allows of it: depth, then children per node, then nodes, in their order.
+
+        A head asked for less depth or nodes from the start would have grown the same ones; with
+        fewer children per node it might have searched elsewhere.
+        """
+        tree = self.within_depth(max(0, shape.max_depth))
+        keep = tree._within_top_k(shape.top_k)
+        if keep.size < tree.num_nodes:
+            tree = tree._of(keep)
+        return tree.prefix(max(1, shape.max_nodes))
+
+    def below(self, tokens: Sequence[int]) -> DraftTree | None:
+        """The tree of the node that `tokens` lead to from the root, with scores from there on; None
+        if they lead out of the tree.
+        """
+        node = 0
+        for token in tokens:
+            children = np.flatnonzero((self.parents == node) & (self.tokens == token))
+            if not children.size:
+                return None
+            node = int(children[0])
+        hangs = np.zeros(self.num_nodes, np.bool_)
+        hangs[node] = True
+        parents = self.parents.tolist()
+        for later in range(node + 1, self.num_nodes):
+            hangs[later] = hangs[parents[later]]
+        tree = self._of(np.flatnonzero(hangs))
+        return DraftTree(tree.tokens, tree.parents, tree.scores - tree.scores[0])
+
+    def _of(self, nodes: npt.NDArray[np.int64]) -> DraftTree:
+        """`nodes`, rising, each with its parent but perhaps the first; parents renumbered."""
         renumbered = np.full(self.num_nodes + 1, -1, np.int32)  # the last slot serves parent -1
-        renumbered[keep] = np.arange(keep.size, dtype=np.int32)
-        return DraftTree(self.tokens[keep], renumbered[self.parents[keep]], self.scores[keep])
+        renumbered[nodes] = np.arange(nodes.size, dtype=np.int32)
+        return DraftTree(self.tokens[nodes], renumbered[self.parents[nodes]], self.scores[nodes])
+
+    def _within_top_k(self, top_k: int) -> npt.NDArray[np.int64]:
+        """Indices of the nodes that are, like all their ancestors, among their parent's best
+        `top_k`.
+        """
+        kept = np.zeros(self.num_nodes, bool)
+        kept[0] = True
+        children = np.zeros(self.num_nodes, np.int64)
+        for node in range(1, self.num_nodes):
+            parent = self.parents[node]
+            children[parent] += 1
+            kept[node] = kept[parent] and children[parent] <= top_k
+        return np.flatnonzero(kept)
 
     def validate(self, vocab_size: int, max_nodes: int) -> None:
         """Raises ValueError naming the first rule that the tree breaks."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from canopy.v1 import types_pb2 as canopy_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63\x61nopy/v1/draft.proto\x12\tcanopy.v1\x1a\x15\x63\x61nopy/v1/types.proto\"\x15\n\x13GetDraftInfoRequest\"\x86\x02\n\x14GetDraftInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\thead_name\x18\x02 \x01(\t\x12)\n\x06target\x18\x03 \x01(\x0b\x32\x19.canopy.v1.TargetIdentity\x12(\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x16.canopy.v1.FeatureSpec\x12\x17\n\x0fmax_context_len\x18\x05 \x01(\r\x12&\n\x08max_tree\x18\x06 \x01(\x0b\x32\x14.canopy.v1.TreeShape\x12\x15\n\rmax_sequences\x18\x07 \x01(\r\x12\x14\n\x0cmax_outcomes\x18\x08 \x01(\r\"9\n\x0c\x44raftRequest\x12)\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x17.canopy.v1.DraftCommand\"\xb7\x02\n\x0c\x44raftCommand\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x0b\x61\x63ked_round\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12$\n\x04open\x18\x04 \x01(\x0b\x32\x14.canopy.v1.DraftOpenH\x00\x12(\n\x06\x61ttach\x18\x05 \x01(\x0b\x32\x16.canopy.v1.DraftAttachH\x00\x12(\n\x06\x65xtend\x18\x06 \x01(\x0b\x32\x16.canopy.v1.DraftExtendH\x00\x12,\n\x08rollback\x18\x07 \x01(\x0b\x32\x18.canopy.v1.DraftRollbackH\x00\x12&\n\x05\x63lose\x18\x08 \x01(\x0b\x32\x15.canopy.v1.DraftCloseH\x00\x42\t\n\x07\x63ommandB\x0e\n\x0c_acked_round\"\xef\x01\n\tDraftOpen\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12+\n\x08sampling\x18\x02 \x01(\x0b\x32\x19.canopy.v1.SamplingParams\x12\"\n\x04tree\x18\x03 \x01(\x0b\x32\x14.canopy.v1.TreeShape\x12\x18\n\x10max_total_tokens\x18\x04 \x01(\r\x12\x15\n\rfeatures_from\x18\x05 \x01(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x14\n\x0c\x63hoice_index\x18\x07 \x01(\r\x12&\n\x05trace\x18\x08 \x01(\x0b\x32\x17.canopy.v1.TraceContext\"\r\n\x0b\x44raftAttach\"\x87\x01\n\x0b\x44raftExtend\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\"\n\x04tree\x18\x04 \x01(\x0b\x32\x14.canopy.v1.TreeShape\x12\x14\n\x0cmax_outcomes\x18\x05 \x01(\r\x12\r\n\x05\x62\x65gun\x18\x06 \x01(\x08\"5\n\rDraftRollback\x12\x15\n\rcommitted_len\x18\x01 \x01(\r\x12\r\n\x05round\x18\x02 \x01(\x04\"\x0c\n\nDraftClose\"6\n\rDraftResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.canopy.v1.DraftEvent\"\xbe\x02\n\nDraftEvent\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x05state\x18\x03 \x01(\x0b\x32\x18.canopy.v1.SequenceStateH\x00\x12)\n\x04tree\x18\x04 \x01(\x0b\x32\x19.canopy.v1.DraftTreeReadyH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.canopy.v1.SequenceErrorH\x00\x12*\n\x07\x65victed\x18\x06 \x01(\x0b\x32\x17.canopy.v1.DraftEvictedH\x00\x12(\n\x06\x63losed\x18\x07 \x01(\x0b\x32\x16.canopy.v1.DraftClosedH\x00\x12,\n\x08\x66oreseen\x18\x08 \x01(\x0b\x32\x18.canopy.v1.DraftForeseenH\x00\x42\x07\n\x05\x65vent\"\x87\x01\n\x0e\x44raftTreeReady\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\"\n\x04tree\x18\x03 \x01(\x0b\x32\x14.canopy.v1.DraftTree\x12\x14\n\x0cstep_seconds\x18\x04 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x05 \x01(\x01\"_\n\rDraftForeseen\x12\r\n\x05round\x18\x01 \x01(\x04\x12)\n\x08outcomes\x18\x02 \x03(\x0b\x32\x17.canopy.v1.ForeseenTree\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\"\x0e\n\x0c\x44raftEvicted\"\r\n\x0b\x44raftClosed\">\n\x13SendFeaturesRequest\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.canopy.v1.FeatureBlock\",\n\x14SendFeaturesResponse\x12\x14\n\x0c\x63redit_bytes\x18\x01 \x01(\x04\x32\xf4\x01\n\x0c\x44raftService\x12O\n\x0cGetDraftInfo\x12\x1e.canopy.v1.GetDraftInfoRequest\x1a\x1f.canopy.v1.GetDraftInfoResponse\x12>\n\x05\x44raft\x12\x17.canopy.v1.DraftRequest\x1a\x18.canopy.v1.DraftResponse(\x01\x30\x01\x12S\n\x0cSendFeatures\x12\x1e.canopy.v1.SendFeaturesRequest\x1a\x1f.canopy.v1.SendFeaturesResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63\x61nopy/v1/draft.proto\x12\tcanopy.v1\x1a\x15\x63\x61nopy/v1/types.proto\"\x15\n\x13GetDraftInfoRequest\"\x85\x02\n\x14GetDraftInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\thead_name\x18\x02 \x01(\t\x12)\n\x06target\x18\x03 \x01(\x0b\x32\x19.canopy.v1.TargetIdentity\x12(\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x16.canopy.v1.FeatureSpec\x12\x17\n\x0fmax_context_len\x18\x05 \x01(\r\x12&\n\x08max_tree\x18\x06 \x01(\x0b\x32\x14.canopy.v1.TreeShape\x12\x15\n\rmax_sequences\x18\x07 \x01(\r\x12\x13\n\x0b\x64raft_ahead\x18\x08 \x01(\x08\"9\n\x0c\x44raftRequest\x12)\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x17.canopy.v1.DraftCommand\"\xb7\x02\n\x0c\x44raftCommand\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x0b\x61\x63ked_round\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12$\n\x04open\x18\x04 \x01(\x0b\x32\x14.canopy.v1.DraftOpenH\x00\x12(\n\x06\x61ttach\x18\x05 \x01(\x0b\x32\x16.canopy.v1.DraftAttachH\x00\x12(\n\x06\x65xtend\x18\x06 \x01(\x0b\x32\x16.canopy.v1.DraftExtendH\x00\x12,\n\x08rollback\x18\x07 \x01(\x0b\x32\x18.canopy.v1.DraftRollbackH\x00\x12&\n\x05\x63lose\x18\x08 \x01(\x0b\x32\x15.canopy.v1.DraftCloseH\x00\x42\t\n\x07\x63ommandB\x0e\n\x0c_acked_round\"\xef\x01\n\tDraftOpen\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12+\n\x08sampling\x18\x02 \x01(\x0b\x32\x19.canopy.v1.SamplingParams\x12\"\n\x04tree\x18\x03 \x01(\x0b\x32\x14.canopy.v1.TreeShape\x12\x18\n\x10max_total_tokens\x18\x04 \x01(\r\x12\x15\n\rfeatures_from\x18\x05 \x01(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x14\n\x0c\x63hoice_index\x18\x07 \x01(\r\x12&\n\x05trace\x18\x08 \x01(\x0b\x32\x17.canopy.v1.TraceContext\"\r\n\x0b\x44raftAttach\"\xa1\x01\n\x0b\x44raftExtend\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\"\n\x04tree\x18\x04 \x01(\x0b\x32\x14.canopy.v1.TreeShape\x12\r\n\x05\x61head\x18\x05 \x01(\x08\x12\x1b\n\x0everified_ahead\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_verified_ahead\"5\n\rDraftRollback\x12\x15\n\rcommitted_len\x18\x01 \x01(\r\x12\r\n\x05round\x18\x02 \x01(\x04\"\x0c\n\nDraftClose\"6\n\rDraftResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.canopy.v1.DraftEvent\"\x90\x02\n\nDraftEvent\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x05state\x18\x03 \x01(\x0b\x32\x18.canopy.v1.SequenceStateH\x00\x12)\n\x04tree\x18\x04 \x01(\x0b\x32\x19.canopy.v1.DraftTreeReadyH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.canopy.v1.SequenceErrorH\x00\x12*\n\x07\x65victed\x18\x06 \x01(\x0b\x32\x17.canopy.v1.DraftEvictedH\x00\x12(\n\x06\x63losed\x18\x07 \x01(\x0b\x32\x16.canopy.v1.DraftClosedH\x00\x42\x07\n\x05\x65vent\"\x87\x01\n\x0e\x44raftTreeReady\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\"\n\x04tree\x18\x03 \x01(\x0b\x32\x14.canopy.v1.DraftTree\x12\x14\n\x0cstep_seconds\x18\x04 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x05 \x01(\x01\"\x0e\n\x0c\x44raftEvicted\"\r\n\x0b\x44raftClosed\">\n\x13SendFeaturesRequest\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.canopy.v1.FeatureBlock\",\n\x14SendFeaturesResponse\x12\x14\n\x0c\x63redit_bytes\x18\x01 \x01(\x04\x32\xf4\x01\n\x0c\x44raftService\x12O\n\x0cGetDraftInfo\x12\x1e.canopy.v1.GetDraftInfoRequest\x1a\x1f.canopy.v1.GetDraftInfoResponse\x12>\n\x05\x44raft\x12\x17.canopy.v1.DraftRequest\x1a\x18.canopy.v1.DraftResponse(\x01\x30\x01\x12S\n\x0cSendFeatures\x12\x1e.canopy.v1.SendFeaturesRequest\x1a\x1f.canopy.v1.SendFeaturesResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,37 +35,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETDRAFTINFOREQUEST']._serialized_start=59
   _globals['_GETDRAFTINFOREQUEST']._serialized_end=80
   _globals['_GETDRAFTINFORESPONSE']._serialized_start=83
-  _globals['_GETDRAFTINFORESPONSE']._serialized_end=345
-  _globals['_DRAFTREQUEST']._serialized_start=347
-  _globals['_DRAFTREQUEST']._serialized_end=404
-  _globals['_DRAFTCOMMAND']._serialized_start=407
-  _globals['_DRAFTCOMMAND']._serialized_end=718
-  _globals['_DRAFTOPEN']._serialized_start=721
-  _globals['_DRAFTOPEN']._serialized_end=960
-  _globals['_DRAFTATTACH']._serialized_start=962
-  _globals['_DRAFTATTACH']._serialized_end=975
-  _globals['_DRAFTEXTEND']._serialized_start=978
-  _globals['_DRAFTEXTEND']._serialized_end=1113
-  _globals['_DRAFTROLLBACK']._serialized_start=1115
-  _globals['_DRAFTROLLBACK']._serialized_end=1168
-  _globals['_DRAFTCLOSE']._serialized_start=1170
-  _globals['_DRAFTCLOSE']._serialized_end=1182
-  _globals['_DRAFTRESPONSE']._serialized_start=1184
-  _globals['_DRAFTRESPONSE']._serialized_end=1238
-  _globals['_DRAFTEVENT']._serialized_start=1241
-  _globals['_DRAFTEVENT']._serialized_end=1559
-  _globals['_DRAFTTREEREADY']._serialized_start=1562
-  _globals['_DRAFTTREEREADY']._serialized_end=1697
-  _globals['_DRAFTFORESEEN']._serialized_start=1699
-  _globals['_DRAFTFORESEEN']._serialized_end=1794
-  _globals['_DRAFTEVICTED']._serialized_start=1796
-  _globals['_DRAFTEVICTED']._serialized_end=1810
-  _globals['_DRAFTCLOSED']._serialized_start=1812
-  _globals['_DRAFTCLOSED']._serialized_end=1825
-  _globals['_SENDFEATURESREQUEST']._serialized_start=1827
-  _globals['_SENDFEATURESREQUEST']._serialized_end=1889
-  _globals['_SENDFEATURESRESPONSE']._serialized_start=1891
-  _globals['_SENDFEATURESRESPONSE']._serialized_end=1935
-  _globals['_DRAFTSERVICE']._serialized_start=1938
-  _globals['_DRAFTSERVICE']._serialized_end=2182
+  _globals['_GETDRAFTINFORESPONSE']._serialized_end=344
+  _globals['_DRAFTREQUEST']._serialized_start=346
+  _globals['_DRAFTREQUEST']._serialized_end=403
+  _globals['_DRAFTCOMMAND']._serialized_start=406
+  _globals['_DRAFTCOMMAND']._serialized_end=717
+  _globals['_DRAFTOPEN']._serialized_start=720
+  _globals['_DRAFTOPEN']._serialized_end=959
+  _globals['_DRAFTATTACH']._serialized_start=961
+  _globals['_DRAFTATTACH']._serialized_end=974
+  _globals['_DRAFTEXTEND']._serialized_start=977
+  _globals['_DRAFTEXTEND']._serialized_end=1138
+  _globals['_DRAFTROLLBACK']._serialized_start=1140
+  _globals['_DRAFTROLLBACK']._serialized_end=1193
+  _globals['_DRAFTCLOSE']._serialized_start=1195
+  _globals['_DRAFTCLOSE']._serialized_end=1207
+  _globals['_DRAFTRESPONSE']._serialized_start=1209
+  _globals['_DRAFTRESPONSE']._serialized_end=1263
+  _globals['_DRAFTEVENT']._serialized_start=1266
+  _globals['_DRAFTEVENT']._serialized_end=1538
+  _globals['_DRAFTTREEREADY']._serialized_start=1541
+  _globals['_DRAFTTREEREADY']._serialized_end=1676
+  _globals['_DRAFTEVICTED']._serialized_start=1678
+  _globals['_DRAFTEVICTED']._serialized_end=1692
+  _globals['_DRAFTCLOSED']._serialized_start=1694
+  _globals['_DRAFTCLOSED']._serialized_end=1707
+  _globals['_SENDFEATURESREQUEST']._serialized_start=1709
+  _globals['_SENDFEATURESREQUEST']._serialized_end=1771
+  _globals['_SENDFEATURESRESPONSE']._serialized_start=1773
+  _globals['_SENDFEATURESRESPONSE']._serialized_end=1817
+  _globals['_DRAFTSERVICE']._serialized_start=1820
+  _globals['_DRAFTSERVICE']._serialized_end=2064
 # @@protoc_insertion_point(module_scope)

@@ -12,7 +12,7 @@ class GetDraftInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDraftInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "head_name", "target", "features", "max_context_len", "max_tree", "max_sequences", "max_outcomes")
+    __slots__ = ("protocol_version", "head_name", "target", "features", "max_context_len", "max_tree", "max_sequences", "draft_ahead")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     HEAD_NAME_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -20,7 +20,7 @@ class GetDraftInfoResponse(_message.Message):
     MAX_CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
     MAX_TREE_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    MAX_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_AHEAD_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     head_name: str
     target: _types_pb2.TargetIdentity
@@ -28,8 +28,8 @@ class GetDraftInfoResponse(_message.Message):
     max_context_len: int
     max_tree: _types_pb2.TreeShape
     max_sequences: int
-    max_outcomes: int
-    def __init__(self, protocol_version: _Optional[int] = ..., head_name: _Optional[str] = ..., target: _Optional[_Union[_types_pb2.TargetIdentity, _Mapping]] = ..., features: _Optional[_Union[_types_pb2.FeatureSpec, _Mapping]] = ..., max_context_len: _Optional[int] = ..., max_tree: _Optional[_Union[_types_pb2.TreeShape, _Mapping]] = ..., max_sequences: _Optional[int] = ..., max_outcomes: _Optional[int] = ...) -> None: ...
+    draft_ahead: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., head_name: _Optional[str] = ..., target: _Optional[_Union[_types_pb2.TargetIdentity, _Mapping]] = ..., features: _Optional[_Union[_types_pb2.FeatureSpec, _Mapping]] = ..., max_context_len: _Optional[int] = ..., max_tree: _Optional[_Union[_types_pb2.TreeShape, _Mapping]] = ..., max_sequences: _Optional[int] = ..., draft_ahead: _Optional[bool] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
     __slots__ = ("commands",)
@@ -82,20 +82,20 @@ class DraftAttach(_message.Message):
     def __init__(self) -> None: ...
 
 class DraftExtend(_message.Message):
-    __slots__ = ("round", "base_len", "tokens", "tree", "max_outcomes", "begun")
+    __slots__ = ("round", "base_len", "tokens", "tree", "ahead", "verified_ahead")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
-    MAX_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_AHEAD_FIELD_NUMBER: _ClassVar[int]
     round: int
     base_len: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     tree: _types_pb2.TreeShape
-    max_outcomes: int
-    begun: bool
-    def __init__(self, round: _Optional[int] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., tree: _Optional[_Union[_types_pb2.TreeShape, _Mapping]] = ..., max_outcomes: _Optional[int] = ..., begun: _Optional[bool] = ...) -> None: ...
+    ahead: bool
+    verified_ahead: int
+    def __init__(self, round: _Optional[int] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., tree: _Optional[_Union[_types_pb2.TreeShape, _Mapping]] = ..., ahead: _Optional[bool] = ..., verified_ahead: _Optional[int] = ...) -> None: ...
 
 class DraftRollback(_message.Message):
     __slots__ = ("committed_len", "round")
@@ -116,7 +116,7 @@ class DraftResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DraftEvent, _Mapping]]] = ...) -> None: ...
 
 class DraftEvent(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "state", "tree", "error", "evicted", "closed", "foreseen")
+    __slots__ = ("sequence_id", "epoch", "state", "tree", "error", "evicted", "closed")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -124,7 +124,6 @@ class DraftEvent(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
-    FORESEEN_FIELD_NUMBER: _ClassVar[int]
     sequence_id: bytes
     epoch: int
     state: _types_pb2.SequenceState
@@ -132,8 +131,7 @@ class DraftEvent(_message.Message):
     error: _types_pb2.SequenceError
     evicted: DraftEvicted
     closed: DraftClosed
-    foreseen: DraftForeseen
-    def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.SequenceState, _Mapping]] = ..., tree: _Optional[_Union[DraftTreeReady, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.SequenceError, _Mapping]] = ..., evicted: _Optional[_Union[DraftEvicted, _Mapping]] = ..., closed: _Optional[_Union[DraftClosed, _Mapping]] = ..., foreseen: _Optional[_Union[DraftForeseen, _Mapping]] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.SequenceState, _Mapping]] = ..., tree: _Optional[_Union[DraftTreeReady, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.SequenceError, _Mapping]] = ..., evicted: _Optional[_Union[DraftEvicted, _Mapping]] = ..., closed: _Optional[_Union[DraftClosed, _Mapping]] = ...) -> None: ...
 
 class DraftTreeReady(_message.Message):
     __slots__ = ("round", "committed_len", "tree", "step_seconds", "queue_seconds")
@@ -148,16 +146,6 @@ class DraftTreeReady(_message.Message):
     step_seconds: float
     queue_seconds: float
     def __init__(self, round: _Optional[int] = ..., committed_len: _Optional[int] = ..., tree: _Optional[_Union[_types_pb2.DraftTree, _Mapping]] = ..., step_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
-
-class DraftForeseen(_message.Message):
-    __slots__ = ("round", "outcomes", "step_seconds")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
-    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    round: int
-    outcomes: _containers.RepeatedCompositeFieldContainer[_types_pb2.ForeseenTree]
-    step_seconds: float
-    def __init__(self, round: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[_types_pb2.ForeseenTree, _Mapping]]] = ..., step_seconds: _Optional[float] = ...) -> None: ...
 
 class DraftEvicted(_message.Message):
     __slots__ = ()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63\x61nopy/v1/types.proto\x12\tcanopy.v1\"<\n\tDraftTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x0e\n\x06scores\x18\x03 \x03(\x02\"B\n\x0c\x46oreseenTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\"\n\x04tree\x18\x02 \x01(\x0b\x32\x14.canopy.v1.DraftTree\"\x92\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.canopy.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos\"7\n\x0cTraceContext\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\"1\n\rTokenLogprobs\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"u\n\tTreeShape\x12\x16\n\tmax_depth\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x16\n\tmax_nodes\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\x0c\n\n_max_depthB\x08\n\x06_top_kB\x0c\n\n_max_nodes\"Y\n\rSequenceState\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnext_round\x18\x02 \x01(\x04\x12\x15\n\rcommitted_len\x18\x03 \x01(\r\x12\x0e\n\x06kv_len\x18\x04 \x01(\r\"\x84\x01\n\rSequenceError\x12*\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1c.canopy.v1.SequenceErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\'\n\x05state\x18\x04 \x01(\x0b\x32\x18.canopy.v1.SequenceState\"\x9f\x01\n\x0c\x46\x65\x61tureBlock\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x11\n\trow_width\x18\x05 \x01(\r\x12&\n\x05\x64type\x18\x06 \x01(\x0e\x32\x17.canopy.v1.FeatureDtype\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\x0c\"\x96\x01\n\x0eTargetIdentity\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x19\n\x11padded_vocab_size\x18\x03 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\"\x94\x01\n\x0b\x46\x65\x61tureSpec\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.canopy.v1.FeatureKind\x12\x12\n\nboundaries\x18\x02 \x03(\r\x12&\n\x05\x64type\x18\x03 \x01(\x0e\x32\x17.canopy.v1.FeatureDtype\x12\x11\n\trow_width\x18\x04 \x01(\r\x12\x10\n\x08\x66used_by\x18\x05 \x01(\t*\xa3\x03\n\x11SequenceErrorCode\x12#\n\x1fSEQUENCE_ERROR_CODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bSEQUENCE_ERROR_CODE_INVALID\x10\x01\x12(\n$SEQUENCE_ERROR_CODE_UNKNOWN_SEQUENCE\x10\x02\x12\x1e\n\x1aSEQUENCE_ERROR_CODE_CLOSED\x10\x03\x12#\n\x1fSEQUENCE_ERROR_CODE_STALE_EPOCH\x10\x04\x12#\n\x1fSEQUENCE_ERROR_CODE_WRONG_ROUND\x10\x05\x12\"\n\x1eSEQUENCE_ERROR_CODE_NEVER_FITS\x10\x06\x12\"\n\x1eSEQUENCE_ERROR_CODE_OVERLOADED\x10\x07\x12#\n\x1fSEQUENCE_ERROR_CODE_NOT_SERVING\x10\x08\x12 \n\x1cSEQUENCE_ERROR_CODE_INTERNAL\x10\t\x12%\n!SEQUENCE_ERROR_CODE_UNIMPLEMENTED\x10\n*d\n\x0c\x46\x65\x61tureDtype\x12\x1d\n\x19\x46\x45\x41TURE_DTYPE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46\x45\x41TURE_DTYPE_FLOAT32\x10\x01\x12\x1a\n\x16\x46\x45\x41TURE_DTYPE_BFLOAT16\x10\x02*o\n\x0b\x46\x65\x61tureKind\x12\x1c\n\x18\x46\x45\x41TURE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46\x45\x41TURE_KIND_NONE\x10\x01\x12\x15\n\x11\x46\x45\x41TURE_KIND_LAST\x10\x02\x12\x14\n\x10\x46\x45\x41TURE_KIND_AUX\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63\x61nopy/v1/types.proto\x12\tcanopy.v1\"<\n\tDraftTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x0e\n\x06scores\x18\x03 \x03(\x02\"\x92\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.canopy.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos\"7\n\x0cTraceContext\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\"1\n\rTokenLogprobs\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"u\n\tTreeShape\x12\x16\n\tmax_depth\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x16\n\tmax_nodes\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\x0c\n\n_max_depthB\x08\n\x06_top_kB\x0c\n\n_max_nodes\"Y\n\rSequenceState\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnext_round\x18\x02 \x01(\x04\x12\x15\n\rcommitted_len\x18\x03 \x01(\r\x12\x0e\n\x06kv_len\x18\x04 \x01(\r\"\x84\x01\n\rSequenceError\x12*\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1c.canopy.v1.SequenceErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\'\n\x05state\x18\x04 \x01(\x0b\x32\x18.canopy.v1.SequenceState\"\x9f\x01\n\x0c\x46\x65\x61tureBlock\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x11\n\trow_width\x18\x05 \x01(\r\x12&\n\x05\x64type\x18\x06 \x01(\x0e\x32\x17.canopy.v1.FeatureDtype\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\x0c\"\x96\x01\n\x0eTargetIdentity\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x19\n\x11padded_vocab_size\x18\x03 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\"\x94\x01\n\x0b\x46\x65\x61tureSpec\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.canopy.v1.FeatureKind\x12\x12\n\nboundaries\x18\x02 \x03(\r\x12&\n\x05\x64type\x18\x03 \x01(\x0e\x32\x17.canopy.v1.FeatureDtype\x12\x11\n\trow_width\x18\x04 \x01(\r\x12\x10\n\x08\x66used_by\x18\x05 \x01(\t*e\n\x08\x44rafting\x12\x18\n\x14\x44RAFTING_UNSPECIFIED\x10\x00\x12\x11\n\rDRAFTING_NONE\x10\x01\x12\x18\n\x14\x44RAFTING_SYNCHRONOUS\x10\x02\x12\x12\n\x0e\x44RAFTING_AHEAD\x10\x03*\xa3\x03\n\x11SequenceErrorCode\x12#\n\x1fSEQUENCE_ERROR_CODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bSEQUENCE_ERROR_CODE_INVALID\x10\x01\x12(\n$SEQUENCE_ERROR_CODE_UNKNOWN_SEQUENCE\x10\x02\x12\x1e\n\x1aSEQUENCE_ERROR_CODE_CLOSED\x10\x03\x12#\n\x1fSEQUENCE_ERROR_CODE_STALE_EPOCH\x10\x04\x12#\n\x1fSEQUENCE_ERROR_CODE_WRONG_ROUND\x10\x05\x12\"\n\x1eSEQUENCE_ERROR_CODE_NEVER_FITS\x10\x06\x12\"\n\x1eSEQUENCE_ERROR_CODE_OVERLOADED\x10\x07\x12#\n\x1fSEQUENCE_ERROR_CODE_NOT_SERVING\x10\x08\x12 \n\x1cSEQUENCE_ERROR_CODE_INTERNAL\x10\t\x12%\n!SEQUENCE_ERROR_CODE_UNIMPLEMENTED\x10\n*d\n\x0c\x46\x65\x61tureDtype\x12\x1d\n\x19\x46\x45\x41TURE_DTYPE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46\x45\x41TURE_DTYPE_FLOAT32\x10\x01\x12\x1a\n\x16\x46\x45\x41TURE_DTYPE_BFLOAT16\x10\x02*o\n\x0b\x46\x65\x61tureKind\x12\x1c\n\x18\x46\x45\x41TURE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46\x45\x41TURE_KIND_NONE\x10\x01\x12\x15\n\x11\x46\x45\x41TURE_KIND_LAST\x10\x02\x12\x14\n\x10\x46\x45\x41TURE_KIND_AUX\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_SEQUENCEERRORCODE']._serialized_start=1619
-  _globals['_SEQUENCEERRORCODE']._serialized_end=2038
-  _globals['_FEATUREDTYPE']._serialized_start=2040
-  _globals['_FEATUREDTYPE']._serialized_end=2140
-  _globals['_FEATUREKIND']._serialized_start=2142
-  _globals['_FEATUREKIND']._serialized_end=2253
+  _globals['_DRAFTING']._serialized_start=1550
+  _globals['_DRAFTING']._serialized_end=1651
+  _globals['_SEQUENCEERRORCODE']._serialized_start=1654
+  _globals['_SEQUENCEERRORCODE']._serialized_end=2073
+  _globals['_FEATUREDTYPE']._serialized_start=2075
+  _globals['_FEATUREDTYPE']._serialized_end=2175
+  _globals['_FEATUREKIND']._serialized_start=2177
+  _globals['_FEATUREKIND']._serialized_end=2288
   _globals['_DRAFTTREE']._serialized_start=36
   _globals['_DRAFTTREE']._serialized_end=96
-  _globals['_FORESEENTREE']._serialized_start=98
-  _globals['_FORESEENTREE']._serialized_end=164
-  _globals['_SAMPLINGPARAMS']._serialized_start=167
-  _globals['_SAMPLINGPARAMS']._serialized_end=697
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=498
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=546
-  _globals['_TRACECONTEXT']._serialized_start=699
-  _globals['_TRACECONTEXT']._serialized_end=754
-  _globals['_TOKENLOGPROBS']._serialized_start=756
-  _globals['_TOKENLOGPROBS']._serialized_end=805
-  _globals['_TREESHAPE']._serialized_start=807
-  _globals['_TREESHAPE']._serialized_end=924
-  _globals['_SEQUENCESTATE']._serialized_start=926
-  _globals['_SEQUENCESTATE']._serialized_end=1015
-  _globals['_SEQUENCEERROR']._serialized_start=1018
-  _globals['_SEQUENCEERROR']._serialized_end=1150
-  _globals['_FEATUREBLOCK']._serialized_start=1153
-  _globals['_FEATUREBLOCK']._serialized_end=1312
-  _globals['_TARGETIDENTITY']._serialized_start=1315
-  _globals['_TARGETIDENTITY']._serialized_end=1465
-  _globals['_FEATURESPEC']._serialized_start=1468
-  _globals['_FEATURESPEC']._serialized_end=1616
+  _globals['_SAMPLINGPARAMS']._serialized_start=99
+  _globals['_SAMPLINGPARAMS']._serialized_end=629
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=430
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=478
+  _globals['_TRACECONTEXT']._serialized_start=631
+  _globals['_TRACECONTEXT']._serialized_end=686
+  _globals['_TOKENLOGPROBS']._serialized_start=688
+  _globals['_TOKENLOGPROBS']._serialized_end=737
+  _globals['_TREESHAPE']._serialized_start=739
+  _globals['_TREESHAPE']._serialized_end=856
+  _globals['_SEQUENCESTATE']._serialized_start=858
+  _globals['_SEQUENCESTATE']._serialized_end=947
+  _globals['_SEQUENCEERROR']._serialized_start=950
+  _globals['_SEQUENCEERROR']._serialized_end=1082
+  _globals['_FEATUREBLOCK']._serialized_start=1085
+  _globals['_FEATUREBLOCK']._serialized_end=1244
+  _globals['_TARGETIDENTITY']._serialized_start=1247
+  _globals['_TARGETIDENTITY']._serialized_end=1397
+  _globals['_FEATURESPEC']._serialized_start=1400
+  _globals['_FEATURESPEC']._serialized_end=1548
 # @@protoc_insertion_point(module_scope)

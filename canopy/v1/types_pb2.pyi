@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Drafting(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFTING_UNSPECIFIED: _ClassVar[Drafting]
+    DRAFTING_NONE: _ClassVar[Drafting]
+    DRAFTING_SYNCHRONOUS: _ClassVar[Drafting]
+    DRAFTING_AHEAD: _ClassVar[Drafting]
+
 class SequenceErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SEQUENCE_ERROR_CODE_UNSPECIFIED: _ClassVar[SequenceErrorCode]
@@ -33,6 +40,10 @@ class FeatureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FEATURE_KIND_NONE: _ClassVar[FeatureKind]
     FEATURE_KIND_LAST: _ClassVar[FeatureKind]
     FEATURE_KIND_AUX: _ClassVar[FeatureKind]
+DRAFTING_UNSPECIFIED: Drafting
+DRAFTING_NONE: Drafting
+DRAFTING_SYNCHRONOUS: Drafting
+DRAFTING_AHEAD: Drafting
 SEQUENCE_ERROR_CODE_UNSPECIFIED: SequenceErrorCode
 SEQUENCE_ERROR_CODE_INVALID: SequenceErrorCode
 SEQUENCE_ERROR_CODE_UNKNOWN_SEQUENCE: SequenceErrorCode
@@ -61,14 +72,6 @@ class DraftTree(_message.Message):
     parents: _containers.RepeatedScalarFieldContainer[int]
     scores: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ...) -> None: ...
-
-class ForeseenTree(_message.Message):
-    __slots__ = ("tokens", "tree")
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TREE_FIELD_NUMBER: _ClassVar[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    tree: DraftTree
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., tree: _Optional[_Union[DraftTree, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos")

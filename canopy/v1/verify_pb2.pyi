@@ -12,7 +12,7 @@ class GetVerifyInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetVerifyInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "target", "features", "max_context_len", "max_tree_nodes", "max_sequences", "page_size_tokens", "num_pages", "step_times", "draft_ahead")
+    __slots__ = ("protocol_version", "target", "features", "max_context_len", "max_tree_nodes", "max_sequences", "page_size_tokens", "num_pages", "step_times", "max_ahead_nodes")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -22,7 +22,7 @@ class GetVerifyInfoResponse(_message.Message):
     PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    MAX_AHEAD_NODES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     target: _types_pb2.TargetIdentity
     features: _types_pb2.FeatureSpec
@@ -32,8 +32,8 @@ class GetVerifyInfoResponse(_message.Message):
     page_size_tokens: int
     num_pages: int
     step_times: _containers.RepeatedCompositeFieldContainer[StepTime]
-    draft_ahead: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., target: _Optional[_Union[_types_pb2.TargetIdentity, _Mapping]] = ..., features: _Optional[_Union[_types_pb2.FeatureSpec, _Mapping]] = ..., max_context_len: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., page_size_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draft_ahead: _Optional[bool] = ...) -> None: ...
+    max_ahead_nodes: int
+    def __init__(self, protocol_version: _Optional[int] = ..., target: _Optional[_Union[_types_pb2.TargetIdentity, _Mapping]] = ..., features: _Optional[_Union[_types_pb2.FeatureSpec, _Mapping]] = ..., max_context_len: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., page_size_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., max_ahead_nodes: _Optional[int] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("num_tokens", "num_kv_tokens", "num_sequences", "seconds")
@@ -54,7 +54,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[VerifyCommand, _Mapping]]] = ...) -> None: ...
 
 class VerifyCommand(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "acked_round", "open", "attach", "verify_tree", "rollback", "close", "replay_features", "foresee")
+    __slots__ = ("sequence_id", "epoch", "acked_round", "open", "attach", "verify_tree", "rollback", "close", "replay_features", "tree_ahead", "acknowledge")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ACKED_ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -64,7 +64,8 @@ class VerifyCommand(_message.Message):
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     REPLAY_FEATURES_FIELD_NUMBER: _ClassVar[int]
-    FORESEE_FIELD_NUMBER: _ClassVar[int]
+    TREE_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     sequence_id: bytes
     epoch: int
     acked_round: int
@@ -74,11 +75,12 @@ class VerifyCommand(_message.Message):
     rollback: VerifyRollback
     close: VerifyClose
     replay_features: VerifyReplayFeatures
-    foresee: VerifyForesee
-    def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., acked_round: _Optional[int] = ..., open: _Optional[_Union[VerifyOpen, _Mapping]] = ..., attach: _Optional[_Union[VerifyAttach, _Mapping]] = ..., verify_tree: _Optional[_Union[VerifyTree, _Mapping]] = ..., rollback: _Optional[_Union[VerifyRollback, _Mapping]] = ..., close: _Optional[_Union[VerifyClose, _Mapping]] = ..., replay_features: _Optional[_Union[VerifyReplayFeatures, _Mapping]] = ..., foresee: _Optional[_Union[VerifyForesee, _Mapping]] = ...) -> None: ...
+    tree_ahead: VerifyTreeAhead
+    acknowledge: VerifyAcknowledge
+    def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., acked_round: _Optional[int] = ..., open: _Optional[_Union[VerifyOpen, _Mapping]] = ..., attach: _Optional[_Union[VerifyAttach, _Mapping]] = ..., verify_tree: _Optional[_Union[VerifyTree, _Mapping]] = ..., rollback: _Optional[_Union[VerifyRollback, _Mapping]] = ..., close: _Optional[_Union[VerifyClose, _Mapping]] = ..., replay_features: _Optional[_Union[VerifyReplayFeatures, _Mapping]] = ..., tree_ahead: _Optional[_Union[VerifyTreeAhead, _Mapping]] = ..., acknowledge: _Optional[_Union[VerifyAcknowledge, _Mapping]] = ...) -> None: ...
 
 class VerifyOpen(_message.Message):
-    __slots__ = ("tokens", "num_prompt_tokens", "sampling", "stop_token_ids", "max_total_tokens", "round", "wants_features", "choice_index", "logprobs", "top_logprobs", "cache_salt", "prompt_logprobs", "fork_of", "trace")
+    __slots__ = ("tokens", "num_prompt_tokens", "sampling", "stop_token_ids", "max_total_tokens", "round", "wants_features", "choice_index", "logprobs", "top_logprobs", "cache_salt", "prompt_logprobs", "fork_of", "trace", "runs_on", "draft_ahead")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +95,8 @@ class VerifyOpen(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FORK_OF_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_ON_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_AHEAD_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: _types_pb2.SamplingParams
@@ -107,7 +111,9 @@ class VerifyOpen(_message.Message):
     prompt_logprobs: int
     fork_of: bytes
     trace: _types_pb2.TraceContext
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_total_tokens: _Optional[int] = ..., round: _Optional[int] = ..., wants_features: _Optional[bool] = ..., choice_index: _Optional[int] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., fork_of: _Optional[bytes] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ...) -> None: ...
+    runs_on: bool
+    draft_ahead: bool
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_total_tokens: _Optional[int] = ..., round: _Optional[int] = ..., wants_features: _Optional[bool] = ..., choice_index: _Optional[int] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., fork_of: _Optional[bytes] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., runs_on: _Optional[bool] = ..., draft_ahead: _Optional[bool] = ...) -> None: ...
 
 class VerifyAttach(_message.Message):
     __slots__ = ("features_from",)
@@ -125,13 +131,21 @@ class VerifyTree(_message.Message):
     tree: _types_pb2.DraftTree
     def __init__(self, round: _Optional[int] = ..., kv_len: _Optional[int] = ..., tree: _Optional[_Union[_types_pb2.DraftTree, _Mapping]] = ...) -> None: ...
 
-class VerifyForesee(_message.Message):
-    __slots__ = ("round", "outcomes")
+class VerifyTreeAhead(_message.Message):
+    __slots__ = ("round", "kv_len", "tree", "most")
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    KV_LEN_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
     round: int
-    outcomes: _containers.RepeatedCompositeFieldContainer[_types_pb2.ForeseenTree]
-    def __init__(self, round: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[_types_pb2.ForeseenTree, _Mapping]]] = ...) -> None: ...
+    kv_len: int
+    tree: _types_pb2.DraftTree
+    most: _types_pb2.TreeShape
+    def __init__(self, round: _Optional[int] = ..., kv_len: _Optional[int] = ..., tree: _Optional[_Union[_types_pb2.DraftTree, _Mapping]] = ..., most: _Optional[_Union[_types_pb2.TreeShape, _Mapping]] = ...) -> None: ...
+
+class VerifyAcknowledge(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class VerifyRollback(_message.Message):
     __slots__ = ("committed_len", "round")
@@ -176,7 +190,7 @@ class VerifyEvent(_message.Message):
     def __init__(self, sequence_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.SequenceState, _Mapping]] = ..., result: _Optional[_Union[VerifyResult, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.SequenceError, _Mapping]] = ..., preempted: _Optional[_Union[VerifyPreempted, _Mapping]] = ..., closed: _Optional[_Union[VerifyClosed, _Mapping]] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
-    __slots__ = ("round", "kv_len", "tokens", "pick_margins", "num_nodes", "accepted_nodes", "logprobs", "step_seconds", "queue_seconds", "top_logprobs", "wants_tree", "next_begun", "prompt_logprobs", "prompt_top_logprobs", "num_cached_tokens")
+    __slots__ = ("round", "kv_len", "tokens", "pick_margins", "num_nodes", "accepted_nodes", "logprobs", "step_seconds", "queue_seconds", "top_logprobs", "drafting", "next_begun", "ahead", "prompt_logprobs", "prompt_top_logprobs", "num_cached_tokens")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -187,8 +201,9 @@ class VerifyResult(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    WANTS_TREE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
     NEXT_BEGUN_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -202,12 +217,21 @@ class VerifyResult(_message.Message):
     step_seconds: float
     queue_seconds: float
     top_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
-    wants_tree: bool
+    drafting: _types_pb2.Drafting
     next_begun: bool
+    ahead: VerifiedAhead
     prompt_logprobs: _containers.RepeatedScalarFieldContainer[float]
     prompt_top_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
     num_cached_tokens: int
-    def __init__(self, round: _Optional[int] = ..., kv_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., pick_margins: _Optional[_Iterable[float]] = ..., num_nodes: _Optional[int] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., wants_tree: _Optional[bool] = ..., next_begun: _Optional[bool] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prompt_top_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., kv_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., pick_margins: _Optional[_Iterable[float]] = ..., num_nodes: _Optional[int] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., drafting: _Optional[_Union[_types_pb2.Drafting, str]] = ..., next_begun: _Optional[bool] = ..., ahead: _Optional[_Union[VerifiedAhead, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prompt_top_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class VerifiedAhead(_message.Message):
+    __slots__ = ("kv_len", "tree")
+    KV_LEN_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
+    kv_len: int
+    tree: _types_pb2.DraftTree
+    def __init__(self, kv_len: _Optional[int] = ..., tree: _Optional[_Union[_types_pb2.DraftTree, _Mapping]] = ...) -> None: ...
 
 class VerifyPreempted(_message.Message):
     __slots__ = ()
