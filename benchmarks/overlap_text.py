@@ -3,17 +3,15 @@
 A position is easy or hard, and its truth is one of the head's `WIDTH` candidates, by rank, or none.
 The chance that it is one, under an accepted parent, is given per depth; easy positions miss 0.4
 times as often as the mean, hard ones 1.6 times. Candidates fall with the square of their rank. What
-is drawn belongs to (sequence, position): every way to decode meets the same text. A token is its
-rank; WIDTH: none.
+is drawn belongs to (sequence, position): every way to decode meets the same text.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +19,7 @@ import numpy as np
 from common.types import DraftTree
 
 WIDTH = 8
+TRUTH = WIDTH  # as a token
 RANK_POWER = 2.0
 SPREAD = 0.6  # an easy position misses so much less often than the mean, a hard one more
 _FALL = np.arange(1, WIDTH + 1) ** -RANK_POWER
@@ -29,33 +28,29 @@ _SHARES = _FALL / _FALL.sum()  # of each candidate; the first has 0.65
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`chances[d]`: that the truth at depth d + 1 is a candidate; deeper ones as the last.
-
-    `surety`: what the head believes over what is so. `own_states`: factor on each depth's chance
-    when a tree was grown on the head's own states for a guessed outcome.
+    """`chances[d]`: that the truth at depth d + 1 below a tree's root is a candidate; deeper ones as
+    the last. They fall, for the head runs on ever more of its own states. `surety`: what the head
+    believes over what is so.
     """
 
     chances: tuple[float, ...]
     surety: float = 1.0
-    own_states: float = 1.0
 
-    def hit_chances(self, depth: int, is_hard: bool, *, ahead: bool) -> tuple[float, ...]:
+    def hit_chances(self, depth: int, is_hard: bool) -> tuple[float, ...]:
         """Of each candidate to be the truth, [WIDTH]; `depth` from 1."""
-        return _hit_chances(self, depth, is_hard, ahead)
+        return _hit_chances(self, depth, is_hard)
 
     def beliefs(self, depth: int, is_hard: bool) -> tuple[float, ...]:
-        """What the head says of its candidates; it does not know that its states are its own."""
-        sure = [c * self.surety for c in self.hit_chances(depth, is_hard, ahead=False)]
-        return tuple(min(0.99, c) for c in sure)
+        """What the head says of its candidates."""
+        return tuple(min(0.99, c * self.surety) for c in self.hit_chances(depth, is_hard))
 
 
 @cache
-def _hit_chances(head: Head, depth: int, is_hard: bool, ahead: bool) -> tuple[float, ...]:
+def _hit_chances(head: Head, depth: int, is_hard: bool) -> tuple[float, ...]:
     given = head.chances[min(depth, len(head.chances)) - 1]
     missed = 1.0 - given
     apart = min(SPREAD * missed, 0.9 * given)  # a bad head is a bad one at easy positions, too
     chance = 1.0 - missed - apart if is_hard else 1.0 - missed + apart
-    chance *= head.own_states if ahead else 1.0
     return tuple((chance * _SHARES).tolist())
 
 
@@ -71,22 +66,26 @@ class Text:
         """Whether the `count` positions behind `position` are hard."""
         return tuple(self._hard[position + 1 : position + 1 + count])
 
-    def truth(self, head: Head, position: int, depth: int, *, ahead: bool) -> int:
+    def truth(self, head: Head, position: int, depth: int) -> int:
         """Rank of the token at `position + depth`, for a tree rooted at `position`."""
         draw = self._draws[position + depth]
-        chances = head.hit_chances(depth, self._hard[position + depth], ahead=ahead)
+        chances = head.hit_chances(depth, self._hard[position + depth])
         for rank, upto in enumerate(itertools.accumulate(chances)):
             if draw < upto:
                 return rank
         return WIDTH
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Grown:
     """A tree and where its paths end: `paths[i]` are the ranks down to node i, () at the root."""
 
     tree: DraftTree
     paths: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def places(self) -> dict[tuple[int, ...], int]:
+        return {path: node for node, path in enumerate(self.paths)}
 
 
 @lru_cache(maxsize=4096)
@@ -117,63 +116,47 @@ def grow(head: Head, levels: tuple[bool, ...], num_nodes: int) -> Grown:
 
 
 class SimulatedText(Protocol):
-    """What one sequence's target says and its head proposes. `position`: the root's. `stem`: tokens
-    up to the root that the head has read on its own states; 0: none.
-    """
+    """What one sequence's target says and its head proposes. `position`: the root's."""
 
     @property
     def vocab_size(self) -> int: ...
 
-    def token(self, position: int, depth: int, stem: int = 0) -> int:
-        """What the target picks `depth` behind the root."""
+    def token(self, position: int) -> int:
+        """What the target says there."""
 
-    def tree(self, position: int, depth: int, num_nodes: int, stem: int = 0) -> DraftTree:
-        """What the head grows; shared, not to be changed. Its root's token means nothing."""
+    def tree(self, position: int, depth: int, num_nodes: int) -> DraftTree:
+        """What the head grows for one round; shared, not to be changed. Its root's token means
+        nothing.
+        """
 
-    def outcomes(
-        self, position: int, depth: int, num_nodes: int, count: int, *, size: int, stem: int = 0
-    ) -> Collection[tuple[int, ...]]:
-        """The `count` likeliest of a round that verifies `num_nodes` of a tree of `size` nodes."""
+    def tree_ahead(self, position: int, width: int, depth: int, num_nodes: int) -> DraftTree:
+        """What it grows for rounds to come, `width` nodes a level."""
 
 
 class MadeUpText:
-    """Implements `SimulatedText` with given chances."""
+    """Implements `SimulatedText` with given chances. The truth is `TRUTH` everywhere, other
+    candidates are their ranks: so a tree that was grown earlier names the same token the same.
+    """
 
     vocab_size = WIDTH + 1
 
     def __init__(self, head: Head, text: Text) -> None:
         self._head, self._text = head, text
 
-    def token(self, position: int, depth: int, stem: int = 0) -> int:
-        return self._text.truth(self._head, position, depth, ahead=stem > 0)
+    def token(self, position: int) -> int:
+        return TRUTH
 
-    def tree(self, position: int, depth: int, num_nodes: int, stem: int = 0) -> DraftTree:
-        return grow(self._head, self._text.levels(position, depth), num_nodes).tree
+    def tree(self, position: int, depth: int, num_nodes: int) -> DraftTree:
+        grown = grow(self._head, self._text.levels(position, depth), num_nodes)
+        tokens, path = grown.tree.tokens.copy(), tuple[int, ...]()
+        places = grown.places
+        for level in range(1, depth + 1):
+            path = (*path, self._text.truth(self._head, position, level))
+            if path not in places:
+                break
+            tokens[places[path]] = TRUTH
+        return DraftTree(tokens, grown.tree.parents, grown.tree.scores)
 
-    def outcomes(
-        self, position: int, depth: int, num_nodes: int, count: int, *, size: int, stem: int = 0
-    ) -> Collection[tuple[int, ...]]:
-        levels = self._text.levels(position, depth + 1)
-        return likeliest_outcomes(self._head, levels, num_nodes, depth, count, size)
-
-
-@lru_cache(maxsize=65536)
-def likeliest_outcomes(
-    head: Head, levels: tuple[bool, ...], num_nodes: int, tree_depth: int, count: int, size: int
-) -> frozenset[tuple[int, ...]]:
-    """The `count` likeliest outcomes of the first `num_nodes` of a tree's `size` nodes, as ranks.
-
-    An outcome is an accepted path and the bonus behind it, which is no child of its end: the
-    target stops at a node where its pick is none of the children. `levels` reach one position
-    beyond `tree_depth`.
-    """
-    grown = grow(head, levels[:tree_depth], size)
-    paths = grown.paths[:num_nodes]
-    kept = set(paths)
-    outcomes = [
-        (float(score) + float(np.log(belief)), (*path, rank))
-        for path, score in zip(paths, grown.tree.scores[:num_nodes].tolist(), strict=True)
-        for rank, belief in enumerate(head.beliefs(len(path) + 1, levels[len(path)]))
-        if (*path, rank) not in kept
-    ]
-    return frozenset(path for _, path in heapq.nlargest(count, outcomes))
+    def tree_ahead(self, position: int, width: int, depth: int, num_nodes: int) -> DraftTree:
+        """Best first, whatever the width."""
+        return self.tree(position, depth, num_nodes)
