@@ -149,9 +149,12 @@ def run(arguments: argparse.Namespace) -> int:
         tree=shape, max_sequences=8, max_draft_rows=1,
     )  # fmt: skip
     ahead = AheadShape(
-        max_depth=deep.max_depth, max_nodes=deep.max_nodes, max_rows=2 * arguments.ahead_width
+        max_depth=deep.max_depth,
+        max_nodes=deep.max_nodes,
+        top_k=deep.top_k,
+        max_rows=2 * arguments.ahead_width,
     )
-    wide = replace(config, tree=replace(shape, top_k=deep.top_k), ahead=ahead, max_sequences=2)
+    wide = replace(config, ahead=ahead, max_sequences=2)
     recorder = Recorder(DeviceEngine(head, params, config), DeviceEngine(head, params, wide))
     states = make_target_states(target, target_params)
     trees, begun = [], time.monotonic()
@@ -176,7 +179,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value, what in (
         ("width", 32, "nodes of a level that the head runs on, of a tree ahead"),
         ("depth", 10, "of a tree ahead"),
-        ("top-k", 4, "children of its nodes below the root"),
+        ("top-k", 8, "children of its nodes below the root"),
         ("nodes", 128, "of a tree ahead"),
     ):
         parser.add_argument(

@@ -21,17 +21,19 @@ MAX_WIDTH = 32
 class AheadShape:
     """Trees for rounds to come: as wide as the step's sequences let them be.
 
+    `top_k`: children of a node below the root, whose children are as many as a level is wide.
     `max_rows`: nodes of a level that the head runs on, over all sequences of a step.
     """
 
     max_depth: int = 8
     max_nodes: int = 128
+    top_k: int = 8
     max_rows: int = 64
 
-    def width(self, num_sequences: int, top_k: int) -> int:
-        """F, nodes of a sequence's level: the largest power of two that fits, at least top_k."""
+    def width(self, num_sequences: int, least: int) -> int:
+        """F, nodes of a sequence's level: the largest power of two that fits, within [least, 32]."""
         each = self.max_rows // num_sequences
-        return max(top_k, min(MAX_WIDTH, 1 << max(0, each.bit_length() - 1)))
+        return max(least, min(MAX_WIDTH, 1 << max(0, each.bit_length() - 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +74,9 @@ class EngineConfig:
         tree, ahead = self.tree, self.ahead
         if not bucket.ahead or ahead is None:
             return tree, tree.top_k
-        shape = TreeShape(max_depth=ahead.max_depth, top_k=tree.top_k, max_nodes=ahead.max_nodes)
-        return shape, ahead.width(bucket.num_sequences, tree.top_k)
+        width = ahead.width(bucket.num_sequences, tree.top_k)
+        top_k = min(ahead.top_k, width)
+        return TreeShape(max_depth=ahead.max_depth, top_k=top_k, max_nodes=ahead.max_nodes), width
 
     def validate(self, head: HeadConfig) -> None:
         """Raises ValueError naming field, value and limit."""

@@ -16,7 +16,7 @@ from tests.parity.draft_tiny import VOCAB, random_history, tiny_engine, tiny_hea
 from tests.parity.test_draft_trees import PAGES, assert_same_tree, reference_of
 
 SHAPE = TreeShape(max_depth=5, top_k=3, max_nodes=12)
-AHEAD = AheadShape(max_depth=6, max_nodes=30, max_rows=16)
+AHEAD = AheadShape(max_depth=6, max_nodes=30, top_k=3, max_rows=16)
 HISTORY = random_history(2, 5)
 
 

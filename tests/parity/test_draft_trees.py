@@ -87,8 +87,12 @@ def test_tree_equals_the_reference(shape: TreeShape) -> None:
 @pytest.mark.parametrize(
     ("ahead", "top_k", "widths"),
     [
-        (AheadShape(max_depth=5, max_nodes=64, max_rows=16), 3, (16, 8)),
-        (AheadShape(max_depth=3, max_nodes=256, max_rows=3), 2, (2, 2)),  # fewer candidates
+        (AheadShape(max_depth=5, max_nodes=64, top_k=5, max_rows=16), 3, (16, 8)),
+        (
+            AheadShape(max_depth=3, max_nodes=256, top_k=5, max_rows=3),
+            2,
+            (2, 2),
+        ),  # fewer candidates
     ],
 )
 def test_trees_ahead_equal_the_reference(
@@ -103,8 +107,8 @@ def test_trees_ahead_equal_the_reference(
     last = replace(work(tokens, features, 4, 5, PAGES, True), ahead=True)
     for num_sequences, width in enumerate(widths, start=1):
         nodes = reference_tree(
-            *(reference_of(head, params), tokens, features, ahead.max_depth, top_k),
-            num_nodes=ahead.max_nodes, width=width,
+            *(reference_of(head, params), tokens, features, ahead.max_depth),
+            top_k=min(5, width),             num_nodes=ahead.max_nodes, width=width,
         )  # fmt: skip
         for outcome in engine.run([last] * num_sequences):
             assert outcome.tree is not None
@@ -145,7 +149,7 @@ def test_sampled_sequences_are_ordered_with_the_targets_noise(ahead: bool) -> No
     """Beside a greedy one in the same step; positions count from the sequence's beginning."""
     shape = TreeShape(max_depth=4, top_k=3, max_nodes=12)
     head, params = tiny_head(5)
-    wide = AheadShape(max_depth=4, max_nodes=12, max_rows=8)
+    wide = AheadShape(max_depth=4, max_nodes=12, top_k=3, max_rows=8)
     engine = tiny_engine(head, params, tree=shape, ahead=wide)
     tokens, features = random_history(2, 6)
     grow(engine, tokens, features, [], PAGES)
