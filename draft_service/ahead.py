@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-
 from common.types import DraftTree
 
 MOST_SENT = 8

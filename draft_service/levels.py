@@ -11,17 +11,17 @@ measured before the first request; s is the mean time between two wishes of a se
 tokens that came in it, so everything that a round costs is in it.
 
 **Ahead of a round** nobody waits, but a tree that comes a round later is used from m tokens deeper,
-m a round's mean tokens. One is wished for at every round's end, T seconds apart; with D levels it is
-sent c + D·t later (c: queue, features and the rest of the step), and is of use to rounds that begin
-R or more after that. So it is there for the n-th round that begins after its wish if
+m a round's mean tokens. One is wished for at every round's end, T seconds apart; with D levels it
+is sent c + D·t later (c: queue, features and the rest of the step), and is of use to rounds that
+begin R or more after that. So it is there for the n-th round that begins after its wish if
 
     D ≤ (n·T − R − c) / t          and the next tree is not behind this one if  D ≤ T / t
 
-and has nodes left for it if D ≥ n·m + 1. Taken are the most levels for the smallest n that allows so
-many; where none does, those that fit in T. R, which is the way to verify, is not known here, but
-verify says which tree each round came from: a tree that would have led to the round and was passed
-over for an older one although it was sent R or more before raises R by T / 16, one that was used
-lowers it by a twentieth of that. So about one tree in twenty is late.
+and has nodes left for it if D ≥ n·m + 1. Taken are the most levels for the smallest n that allows
+so many; where none does, those that fit in T. R, the way to verify, is not known here, but verify
+says which tree each round came from: a tree that would have led to the round and was passed over
+although it was sent R or more before raises R by T / 16, one that was used lowers it by a twentieth
+of that. So about one tree in twenty is late.
 
 Deterministic, without a clock: times are arguments.
 """

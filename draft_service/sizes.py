@@ -31,7 +31,7 @@ class AheadShape:
     max_rows: int = 64
 
     def width(self, num_sequences: int, least: int) -> int:
-        """F, nodes of a sequence's level: the largest power of two that fits, within [least, 32]."""
+        """F, nodes of a sequence's level: the largest power of two that fits, in [least, 32]."""
         each = self.max_rows // num_sequences
         return max(least, min(MAX_WIDTH, 1 << max(0, each.bit_length() - 1)))
 

@@ -108,7 +108,7 @@ def test_trees_ahead_equal_the_reference(
     for num_sequences, width in enumerate(widths, start=1):
         nodes = reference_tree(
             *(reference_of(head, params), tokens, features, ahead.max_depth),
-            top_k=min(5, width),             num_nodes=ahead.max_nodes, width=width,
+            top_k=min(5, width), num_nodes=ahead.max_nodes, width=width,
         )  # fmt: skip
         for outcome in engine.run([last] * num_sequences):
             assert outcome.tree is not None
