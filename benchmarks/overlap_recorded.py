@@ -66,13 +66,13 @@ class Recording:
                     Trees(*(file[prefix + name] for name in Trees._fields))
                     for prefix in ("", "ahead_")
                 )
-                depths = {name: int(file[name]) for name in ("depth", "ahead_depth")}
+                text |= {name: int(file[name]) for name in ("depth", "ahead_depth")}
         except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
             raise StartupError(
                 f"recorded: {path} is no recording ({error}); make one with"
                 " python -m benchmarks.overlap_record --out FILE"
             ) from None
-        return Recording(**text, **depths, ordinary=ordinary, ahead=ahead)
+        return Recording(**text, ordinary=ordinary, ahead=ahead)
 
     def save(self, path: Path) -> None:
         fields: dict[str, Any] = {
