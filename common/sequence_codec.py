@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from canopy.v1 import types_pb2
 from common.messages import NO_ROUND, Failed
-from common.types import ErrorCode, SequenceFailure, SequenceState
+from common.types import DraftTree, ErrorCode, SequenceFailure, SequenceState
 
 SEQUENCE_ID_BYTES = 16
 
@@ -87,4 +87,12 @@ def encode_error(failed: Failed) -> types_pb2.SequenceError:
     code: Any = f"SEQUENCE_ERROR_CODE_{failed.code.name}"
     return types_pb2.SequenceError(
         code=code, message=failed.message, round=failed.round, state=encode_state(failed.state)
+    )
+
+
+def wire_tree(tree: DraftTree) -> types_pb2.DraftTree:
+    parents = tree.parents.tolist()
+    parents[0] = 0  # means nothing on the wire
+    return types_pb2.DraftTree(
+        tokens=tree.tokens.tolist(), parents=parents, scores=tree.scores.tolist()
     )

@@ -19,6 +19,7 @@ GREEDY_TEMPERATURE = 1e-5
 """Below this temperature the pick is the argmax."""
 
 MAX_TOP_LOGPROBS = 20
+_MANY = 1 << 30
 MAX_LOGIT_BIASES = 1024
 
 
@@ -229,6 +230,10 @@ class TreeShape:
     max_depth: int = 5
     top_k: int = 4
     max_nodes: int = 16
+
+    @staticmethod
+    def unbounded() -> TreeShape:
+        return TreeShape(max_depth=_MANY, top_k=_MANY, max_nodes=_MANY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 
 from canopy.v1 import draft_pb2, types_pb2, verify_pb2
 from common.tracing import Trace
-from common.types import ErrorCode, SamplingParams, SequenceState, TopLogprobs, TreeShape
+from common.types import (
+    Drafting,
+    ErrorCode,
+    SamplingParams,
+    SequenceState,
+    TopLogprobs,
+    TreeShape,
+)
 from router.messages import (
     Close,
     DraftAttach,
@@ -24,13 +31,14 @@ from router.messages import (
     SequenceFailed,
     StateReport,
     TreeReady,
-    TreesForeseen,
+    VerifiedAhead,
+    VerifyAcknowledge,
     VerifyAttach,
     VerifyCommand,
     VerifyEvent,
-    VerifyForesee,
     VerifyOpen,
     VerifyTree,
+    VerifyTreeAhead,
 )
 from router.trees import Tree
 
@@ -46,11 +54,13 @@ def encode_verify(command: VerifyCommand) -> verify_pb2.VerifyCommand:
             body = message.verify_tree
             body.round, body.kv_len = command.round, command.kv_len
             fill_tree(body.tree, command.tree)
-        case VerifyForesee():
-            message.foresee.round = command.round
-            for tokens, tree in command.outcomes.items():
-                outcome = message.foresee.outcomes.add(tokens=tokens)
-                fill_tree(outcome.tree, tree)
+        case VerifyAcknowledge():
+            message.acknowledge.SetInParent()
+        case VerifyTreeAhead():
+            ahead = message.tree_ahead
+            ahead.round, ahead.kv_len = command.round, command.kv_len
+            fill_tree(ahead.tree, command.tree)
+            ahead.most.CopyFrom(_shape(command.most))
         case VerifyOpen():
             message.open.CopyFrom(_verify_open(command))
         case VerifyAttach():
@@ -80,6 +90,8 @@ def _verify_open(command: VerifyOpen) -> verify_pb2.VerifyOpen:
         cache_salt=command.cache_salt,
         choice_index=command.choice_index,
         fork_of=command.fork_of or b"",
+        runs_on=command.runs_on,
+        draft_ahead=command.draft_ahead,
         trace=_trace(command.trace),
     )
 
@@ -95,7 +107,9 @@ def encode_draft(command: DraftCommand) -> draft_pb2.DraftCommand:
             body.tokens.extend(command.tokens)
             if command.tree is not None:
                 body.tree.CopyFrom(_shape(command.tree))
-            body.max_outcomes, body.begun = command.max_outcomes, command.begun
+            body.ahead = command.ahead
+            if command.verified_ahead is not None:
+                body.verified_ahead = command.verified_ahead
         case DraftOpen():
             message.open.tokens.extend(command.tokens)
             message.open.sampling.CopyFrom(_sampling(command.sampling))
@@ -166,8 +180,9 @@ def decode_verify(event: verify_pb2.VerifyEvent) -> VerifyEvent | None:
                 *(body.step_seconds, body.queue_seconds),
                 body.logprobs[:],
                 _top_logprobs(body.top_logprobs),
-                body.wants_tree if body.HasField("wants_tree") else True,
+                _DRAFTING.get(body.drafting, Drafting.SYNCHRONOUS),
                 body.next_begun,
+                _verified_ahead(body),
                 num_cached_tokens=body.num_cached_tokens,
                 prompt_logprobs=body.prompt_logprobs[:],
                 prompt_top_logprobs=_top_logprobs(body.prompt_top_logprobs),
@@ -190,10 +205,6 @@ def decode_draft(event: draft_pb2.DraftEvent) -> DraftEvent | None:
                 *(event.sequence_id, event.epoch, body.round, body.committed_len),
                 *(_tree(body.tree), body.step_seconds, body.queue_seconds),
             )
-        case "foreseen":
-            ahead = event.foreseen
-            outcomes = [(each.tokens[:], _tree(each.tree)) for each in ahead.outcomes]
-            return TreesForeseen(event.sequence_id, event.epoch, ahead.round, outcomes)
         case "state":
             return StateReport(event.sequence_id, event.epoch, _state(event.state))
         case "error":
@@ -201,6 +212,15 @@ def decode_draft(event: draft_pb2.DraftEvent) -> DraftEvent | None:
         case "evicted":
             return Evicted(event.sequence_id, event.epoch)
     return None
+
+
+_DRAFTING = {int(way): way for way in Drafting}
+
+
+def _verified_ahead(body: verify_pb2.VerifyResult) -> VerifiedAhead | None:
+    if not body.HasField("ahead"):
+        return None
+    return VerifiedAhead(body.ahead.kv_len, _tree(body.ahead.tree))
 
 
 def _tree(tree: types_pb2.DraftTree) -> Tree:

@@ -64,15 +64,15 @@ class FeatureRoute(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """`catch_up_tokens`: how far back a draft opened late begins. `max_outcomes`: of each round,
-    for which trees are grown ahead of its result; 0: none.
+    """`catch_up_tokens`: how far back a draft opened late begins. `draft_ahead`: trees can be grown
+    for rounds to come.
     """
 
     needs_features: bool = True
     max_context_len: int = 1 << 31
     deadline_seconds: float = 0.5
     catch_up_tokens: int = 2048
-    max_outcomes: int = 0
+    draft_ahead: bool = False
 
 
 class DraftSide:
@@ -92,6 +92,7 @@ class DraftSide:
         self._known_len = 0  # committed tokens that the draft has been told
         self._outstanding: int | None = None  # the round whose tree is under way
         self._keeps_up = False  # the outstanding one only tells tokens
+        self._ahead_round = -1  # the last that a tree ahead was wished in
         self._answered: int | None = None  # the last round whose tree is here or not wanted
         self._features_next = 0  # position of the next row that the draft must get
         self._expects_rows = False  # while ABSENT: the next block may open it
@@ -131,11 +132,17 @@ class DraftSide:
         return absent and self.link_up and round_ >= self._skip_until
 
     def extend(
-        self, round_: int, tokens: Sequence[int], *, begun: bool = False
+        self,
+        round_: int,
+        tokens: Sequence[int],
+        *,
+        ahead: bool = False,
+        verified_ahead: int | None = None,
     ) -> DraftExtend | None:
         """Asks for the round's tree. None: no tree can be had for this round.
 
-        `begun`: there is one; only trees for its outcomes are wished.
+        `ahead`: for a tree that rounds to come may take; nobody waits, and a later wish may follow
+        before it is here.
         """
         ready = self.link_up and self.stage in (DraftStage.OPENING, DraftStage.LIVE)
         busy = self._outstanding is not None and not self._keeps_up
@@ -144,7 +151,12 @@ class DraftSide:
         if len(tokens) > self.settings.max_context_len:
             self._refuse(f"{len(tokens)} tokens are beyond the draft's context")
             return None
-        return self._extend(round_, tokens, None, begun)
+        if not ahead:
+            return self._extend(round_, tokens, None)
+        self._ahead_round = round_
+        wish = self._extend(round_, tokens, None)
+        self._outstanding = None
+        return wish._replace(ahead=True, verified_ahead=verified_ahead)
 
     def keep_up(self, round_: int, tokens: Sequence[int]) -> DraftExtend | None:
         """Tells new tokens, without waiting for a tree, once there are enough of them: so that the
@@ -156,10 +168,6 @@ class DraftSide:
         if len(tokens) > self.settings.max_context_len:
             return None  # refused when a tree is wanted
         return self._extend(round_, tokens, _ROOT_ALONE)
-
-    def no_longer_awaits(self) -> None:
-        """The round went another way: what is under way may be superseded."""
-        self._keeps_up = self._outstanding is not None
 
     def miss(self, round_: int) -> None:
         """The round's tree did not come in time. In a row, misses cost ever fewer waits."""
@@ -175,6 +183,16 @@ class DraftSide:
         return [Close(self._sequence_id, self.epoch, self._answered)]
 
     # -- what the draft says
+
+    def on_tree_ahead(self, event: TreeReady) -> bool:
+        """Whether the tree was wished ahead."""
+        if event.epoch != self.epoch or event.round == self._outstanding:
+            return False
+        if event.round > self._ahead_round:
+            return False
+        self._answered = max(event.round, self._answered or 0)
+        self._failures, self._misses, self.is_catching_up = 0, 0, False
+        return True
 
     def on_tree(self, event: TreeReady, awaited: int | None) -> bool:
         """Whether the tree is the `awaited` round's. A late one only shows that it caught up."""
@@ -271,11 +289,9 @@ class DraftSide:
 
     # -- within
 
-    def _extend(
-        self, round_: int, tokens: Sequence[int], shape: TreeShape | None, begun: bool = False
-    ) -> DraftExtend:
+    def _extend(self, round_: int, tokens: Sequence[int], shape: TreeShape | None) -> DraftExtend:
         known, self._known_len = self._known_len, len(tokens)
-        self._outstanding = None if begun else round_
+        self._outstanding = round_
         self._keeps_up = shape is not None
         return DraftExtend(
             *(self._sequence_id, self.epoch, self._answered),
@@ -283,8 +299,6 @@ class DraftSide:
             base_len=known,
             tokens=tokens[known:],
             tree=shape,
-            max_outcomes=0 if shape is not None else self.settings.max_outcomes,
-            begun=begun,
         )
 
     def _open(self, tokens: Sequence[int], features_from: int) -> DraftOpen:
@@ -293,7 +307,7 @@ class DraftSide:
         self.epoch += 1
         self._known_len = len(tokens)
         self._features_next = features_from
-        self._outstanding = None
+        self._outstanding, self._ahead_round = None, -1
         self._expects_rows = False
         return DraftOpen(
             self._sequence_id,

@@ -16,7 +16,7 @@ from router.generation import Served
 from router.machine import MachineSettings
 from router.tokenizer import ModelTokenizer
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _NO_LIMIT = 1 << 31
 TARGET_FIELDS = (
     *("vocab_size", "padded_vocab_size", "tokenizer_hash", "hidden_size", "weights_hash"),
@@ -162,7 +162,7 @@ def machine_settings(
             ),
             deadline_seconds=config.tree_seconds,
             catch_up_tokens=config.catch_up_tokens,
-            max_outcomes=_max_outcomes(verifies, drafts),
+            draft_ahead=_draft_ahead(verifies, drafts),
         )
     return MachineSettings(
         draft=draft,
@@ -171,14 +171,13 @@ def machine_settings(
     )
 
 
-def _max_outcomes(
+def _draft_ahead(
     verifies: Sequence[verify_pb2.GetVerifyInfoResponse],
     drafts: Sequence[draft_pb2.GetDraftInfoResponse],
-) -> int:
-    """Trees that are grown ahead of each result; 0 unless every replica can do its part."""
-    if not all(info.draft_ahead for info in verifies):
-        return 0
-    return min((info.max_outcomes for info in drafts), default=0)
+) -> bool:
+    """Whether trees are grown ahead where verify advises it: every replica must do its part."""
+    can_verify = all(info.max_ahead_nodes for info in verifies)
+    return can_verify and bool(drafts) and all(info.draft_ahead for info in drafts)
 
 
 def _smaller(shape: TreeShape, limit: types_pb2.TreeShape) -> TreeShape:

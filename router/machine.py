@@ -15,10 +15,11 @@ each Open, Attach and Rollback. Rounds are answered once: repeated results chang
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from common.types import ErrorCode, SequenceState, TreeShape
+from common.types import Drafting, ErrorCode, SequenceState, TreeShape
 from router.actions import (
     Action,
     Emitted,
@@ -33,7 +34,6 @@ from router.actions import (
 from router.drafting import DraftSettings, DraftSide, DraftStage, FeatureRoute
 from router.emission import Emission
 from router.errors import ErrorKind, Failure
-from router.foresight import Foresight, KnownTree
 from router.generation import Generation
 from router.messages import (
     DraftEvent,
@@ -43,7 +43,6 @@ from router.messages import (
     SequenceFailed,
     StateReport,
     TreeReady,
-    TreesForeseen,
     VerifyEvent,
     VerifyTree,
 )
@@ -53,6 +52,7 @@ from router.trees import Tree
 from router.verifying import VerifySide
 
 _RETRY_SECONDS = 0.5
+_MAX_SENT_AHEAD = 8  # an error about an older one is an error
 
 
 class Phase(enum.Enum):
@@ -100,7 +100,7 @@ class GenerationMachine:
         self.num_preemptions = 0
         self.num_reopened = 0
         self.num_draft_misses = 0
-        self.num_foreseen_rounds = 0  # their tree was grown before the last result
+        self.num_ahead_rounds = 0  # verified with nodes of a tree ahead
         self.num_undrafted_rounds = 0  # verify advised against a tree
         self._settings = settings
         self._most_of_a_tree = _most_of_a_tree(generation.tree, settings.max_tree_nodes)
@@ -110,12 +110,13 @@ class GenerationMachine:
         self._tree = Tree.root_only(self.tokens[-1])
         self._depths: Sequence[int] = (0,)
         self._tree_wanted = False
-        self._verify_wants_tree = True
+        self._drafting = Drafting.SYNCHRONOUS  # as verify advises
+        self._verified_ahead: int | None = None  # root of the tree ahead of the last round
+        self._sent_ahead: deque[int] = deque(maxlen=_MAX_SENT_AHEAD)  # rounds of trees ahead
+        self._owes_ack = False  # of a result, until the client takes more
         self._round_draft_seconds = 0.0
         self._retry_at = 0.0
         self._tree_deadline = 0.0
-        self._foresight = Foresight()
-        self._last_tokens: Sequence[int] = ()  # of the last result
         self._sent_at = now
         self._draft: DraftSide | None = None
         if settings.draft is not None and generation.tree is not None:
@@ -124,6 +125,7 @@ class GenerationMachine:
             *(sequence_id, generation),
             wants_features=self._draft is not None and self._draft.settings.needs_features,
             max_recoveries=settings.max_recoveries,
+            draft_ahead=self._draft is not None and self._draft.settings.draft_ahead,
             fork_of=fork_of,
         )
 
@@ -185,7 +187,9 @@ class GenerationMachine:
 
     def resume(self, now: float) -> list[Action]:
         self.paused = False
-        return self._send(self._tree, self._depths, now) if self.phase is Phase.HELD else []
+        if self.phase is Phase.HELD:
+            return self._send(self._tree, self._depths, now)
+        return self._acknowledge() if self._owes_ack else []
 
     def tick(self, now: float) -> list[Action]:
         lost = self._verify.lost_at
@@ -262,6 +266,11 @@ class GenerationMachine:
             self.clock.queue_seconds += event.queue_seconds
         waited = now - self._sent_at
         self.clock.add_verify(waited, event.step_seconds + event.queue_seconds)
+        self._verified_ahead = None
+        if event.ahead is not None and (depths := event.ahead.tree.depths()) is not None:
+            self._tree, self._depths = event.ahead.tree, depths
+            self._verified_ahead = event.ahead.kv_len
+            self.num_ahead_rounds += 1
         self.statistics.add_round(self._depths, event, self._tree_wanted)
         trace = self._trace(event, waited) if self.generation.returns.trace else None
         return self._take(event, trace, now)
@@ -283,30 +292,54 @@ class GenerationMachine:
         if taken.finished is not None:
             return [emitted, taken.finished, *self._end()]
         self.round, self.round_began_at = self.round + 1, now
-        self._verify_wants_tree, self._last_tokens = event.wants_tree, event.tokens
-        known = self._foresight.find(self.round, event.tokens)
-        if event.next_begun or known is not None:
-            return [emitted, *self._go_on(known, event.next_begun, now)]
+        self._drafting = event.drafting
+        if event.next_begun:
+            return [emitted, *self._go_on(now)]
         return [emitted, *self._begin_round(now)]
 
-    def _go_on(self, known: KnownTree | None, begun: bool, now: float) -> list[Action]:
-        """The round has its tree already: verify runs it (`begun`), or is sent it."""
+    def _go_on(self, now: float) -> list[Action]:
+        """Verify runs the round already: it hears that it may go on, the draft what was emitted."""
         self._verify.rides_on_open = False
         self._round_draft_seconds = 0.0
-        self._tree_wanted = known is not None
-        self.num_foreseen_rounds += 1
-        actions: list[Action] = []
-        if self._draft is not None and self._emission.room > 1:
-            extend = self._draft.extend(self.round, self.tokens, begun=True)
-            actions = [] if extend is None else [ToDraft(extend)]
-        tree = Tree.root_only(self.tokens[-1]) if known is None else known.tree
-        depths = (0,) if known is None else known.depths
-        if not begun:
-            return self._send(tree, depths, now) + actions
-        self._tree, self._depths = tree, depths
+        self._tree, self._depths = Tree.root_only(self.tokens[-1]), (0,)
         self.phase = Phase.RESULT
         self._sent_at = now
-        return actions
+        actions = [] if self.paused else self._acknowledge()
+        self._owes_ack = self.paused
+        return actions + self._tell_draft(now)
+
+    def _acknowledge(self) -> list[Action]:
+        self._owes_ack = False
+        return [ToVerify(self._verify.acknowledge())] if self._verify.link_up else []
+
+    def _tell_draft(self, now: float) -> list[Action]:
+        """What was emitted, where the round waits for no tree; with a wish for one ahead, if verify
+        takes such.
+        """
+        self._tree_wanted = False
+        if self._draft is None or self._emission.room <= 1:
+            return []
+        if self._drafting is Drafting.AHEAD and self._draft.settings.draft_ahead:
+            self._tree_wanted = True
+            actions = self._restart_draft(now)
+            extend = self._draft.extend(
+                self.round, self.tokens, ahead=True, verified_ahead=self._verified_ahead
+            )
+        else:
+            actions = []
+            extend = self._draft.keep_up(self.round, self.tokens)
+            self.num_undrafted_rounds += 1
+        return actions if extend is None else [*actions, ToDraft(extend)]
+
+    def _restart_draft(self, now: float) -> list[Action]:
+        """Opens the draft again where it is gone and may be had."""
+        assert self._draft is not None
+        if not self._draft.wants_restart(self.round):
+            return []
+        if not self._draft.settings.needs_features:
+            return [ToDraft(command) for command in self._draft.start(self.tokens[:-1])]
+        self._draft.expect_rows()
+        return self._attach(now)
 
     def _begin_round(self, now: float) -> list[Action]:
         """Asks the draft for a tree where one can be had and pays; else goes root-only."""
@@ -314,20 +347,10 @@ class GenerationMachine:
         self._verify.rides_on_open = False
         self._round_draft_seconds = 0.0
         useful = self._draft is not None and self._emission.room > 1
-        self._tree_wanted = useful and self._verify_wants_tree
-        if self._draft is None or not useful:
-            return self._go_root_only(now)
-        if not self._tree_wanted:
-            kept_up = self._draft.keep_up(self.round, self.tokens)
-            self.num_undrafted_rounds += 1
-            return self._go_root_only(now) + ([ToDraft(kept_up)] if kept_up is not None else [])
-        actions: list[Action] = []
-        if self._draft.wants_restart(self.round):
-            if self._draft.settings.needs_features:
-                self._draft.expect_rows()
-                actions += self._attach(now)
-            else:
-                actions += [ToDraft(command) for command in self._draft.start(self.tokens[:-1])]
+        self._tree_wanted = useful and self._drafting is Drafting.SYNCHRONOUS
+        if self._draft is None or not self._tree_wanted:
+            return self._go_root_only(now) + self._tell_draft(now)
+        actions = self._restart_draft(now)
         extend = self._draft.extend(self.round, self.tokens)
         if extend is None:
             return actions + self._go_root_only(now)
@@ -404,8 +427,8 @@ class GenerationMachine:
                 return self._fail(ErrorKind.INVALID_ARGUMENT, event.message, field="max_tokens")
             case ErrorCode.UNIMPLEMENTED:
                 return self._fail(ErrorKind.UNIMPLEMENTED, event.message)
-            case ErrorCode.INVALID if event.round == self.round + 1:
-                self._foresight.forget()  # of a tree ahead: it costs no more than that
+            case ErrorCode.INVALID if event.round in self._sent_ahead:
+                self._sent_ahead.clear()  # it costs no more than that
                 if self._draft is not None:
                     self._draft.on_malformed_tree(self.round)
                 return []
@@ -419,10 +442,8 @@ class GenerationMachine:
 
     @property
     def _has_sent_tree(self) -> bool:
-        """Whether an INVALID of this round can be a tree's fault: while none was sent, of one that
-        was foreseen for it.
-        """
-        return self._tree.num_nodes > 1 or self.phase is Phase.TREE
+        """Whether an INVALID of this round can be a tree's fault."""
+        return self._tree.num_nodes > 1
 
     def _refused(self, kind: ErrorKind, message: str, now: float) -> list[Action]:
         """Verify takes no more sequences. What the client has seen the start of waits."""
@@ -462,8 +483,6 @@ class GenerationMachine:
         match event:
             case TreeReady():
                 return self._on_tree(draft, event, now)
-            case TreesForeseen():
-                return self._on_foreseen(draft, event, now)
             case StateReport():
                 return self._on_draft_state(draft, event, now)
             case SequenceFailed():
@@ -490,6 +509,8 @@ class GenerationMachine:
             self._draft.on_moved()
 
     def _on_tree(self, draft: DraftSide, event: TreeReady, now: float) -> list[Action]:
+        if draft.on_tree_ahead(event):
+            return self._send_ahead(draft, event)
         awaited = self.round if self.phase is Phase.TREE else None
         if not draft.on_tree(event, awaited):
             return []
@@ -509,22 +530,20 @@ class GenerationMachine:
             assert depths is not None
         return self._send(capped, depths, now)
 
-    def _on_foreseen(self, draft: DraftSide, event: TreesForeseen, now: float) -> list[Action]:
-        """Trees for the round behind the one that verify runs, or, late, for the one that waits."""
-        if event.epoch != draft.epoch:
+    def _send_ahead(self, draft: DraftSide, event: TreeReady) -> list[Action]:
+        """A tree ahead goes to verify as it is: what of it is still of use is known there."""
+        place = event.committed_len
+        if event.tree.depths() is None or not 0 < place <= len(self.tokens):
+            draft.on_malformed_tree(self.round)
             return []
-        if self.phase is Phase.RESULT and event.round == self.round + 1:
-            outcomes = self._foresight.keep(event, self._most_of_a_tree)
-            may_run_on = not self.paused and self._verify.link_up and bool(outcomes)
-            return [ToVerify(self._verify.foresee(event.round, outcomes))] if may_run_on else []
-        if self.phase is Phase.TREE and event.round == self.round:
-            self._foresight.keep(event, self._most_of_a_tree)
-            known = self._foresight.find(self.round, self._last_tokens)
-            if known is not None:
-                self.num_foreseen_rounds += 1
-                draft.no_longer_awaits()
-                return self._send(known.tree, known.depths, now)
-        return []
+        if event.tree.tokens[0] != self.tokens[place - 1]:
+            draft.on_malformed_tree(self.round)
+            return []
+        if self.paused or self._drafting is not Drafting.AHEAD or not self._verify.link_up:
+            return []
+        self._sent_ahead.append(event.round)
+        command = self._verify.tree_ahead(event.round, place - 1, event.tree, self._most_of_a_tree)
+        return [ToVerify(command)]
 
     def _on_draft_state(self, draft: DraftSide, event: StateReport, now: float) -> list[Action]:
         was = draft.stage

@@ -6,12 +6,19 @@ every round are named tuples: a frozen dataclass takes three times as long to ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from common.tracing import UNTRACED, Trace
-from common.types import ErrorCode, SamplingParams, SequenceState, TopLogprobs, TreeShape
+from common.types import (
+    Drafting,
+    ErrorCode,
+    SamplingParams,
+    SequenceState,
+    TopLogprobs,
+    TreeShape,
+)
 from router.trees import Tree
 
 
@@ -44,6 +51,8 @@ class VerifyOpen(_Command):
     choice_index: int = 0
     fork_of: bytes | None = None
     trace: Trace = UNTRACED
+    runs_on: bool = True
+    draft_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +72,20 @@ class VerifyTree(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyForesee(_Command):
-    """Trees of `round` by what the round before it may emit."""
+class VerifyTreeAhead(_Command):
+    """A tree for rounds to come, rooted at position `kv_len`, where `round` was rooted. `most`:
+    what one of them may take.
+    """
 
     round: int
-    outcomes: Mapping[tuple[int, ...], Tree]
+    kv_len: int
+    tree: Tree
+    most: TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyAcknowledge(_Command):
+    """Further results may come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +119,8 @@ class DraftAttach(_Command):
 
 
 class DraftExtend(NamedTuple):
-    """`tree`: at most so much; None: the shape of Open. `max_outcomes`: for which trees are wished
-    ahead. `begun`: verify has the round's tree.
+    """`tree`: at most so much; None: the shape of Open. `ahead`: nobody waits for it.
+    `verified_ahead`: where the tree ahead was rooted that verify's last round had nodes of.
     """
 
     sequence_id: bytes
@@ -112,11 +130,13 @@ class DraftExtend(NamedTuple):
     base_len: int
     tokens: Sequence[int]
     tree: TreeShape | None = None
-    max_outcomes: int = 0
-    begun: bool = False
+    ahead: bool = False
+    verified_ahead: int | None = None
 
 
-VerifyCommand: TypeAlias = VerifyOpen | VerifyAttach | VerifyTree | VerifyForesee | Rollback | Close
+VerifyCommand: TypeAlias = (
+    VerifyOpen | VerifyAttach | VerifyTree | VerifyTreeAhead | VerifyAcknowledge | Rollback | Close
+)
 DraftCommand: TypeAlias = DraftOpen | DraftAttach | DraftExtend | Rollback | Close
 
 
@@ -137,10 +157,18 @@ class SequenceFailed(_Addressed):
     state: SequenceState
 
 
+class VerifiedAhead(NamedTuple):
+    """`kv_len`: where the tree ahead was rooted. `tree`: verified, rooted at the round's root."""
+
+    kv_len: int
+    tree: Tree
+
+
 class RoundResult(NamedTuple):
     """`tokens[i]` stands at position kv_len + 1 + i; the last is the bonus. `logprobs` and
-    `top_logprobs` have one entry per token where they were asked for, else none. `wants_tree`:
-    verify's advice for the next round. `next_begun`: it runs already, with a foreseen tree.
+    `top_logprobs` have one entry per token where they were asked for, else none. `drafting`:
+    verify's advice for the next rounds. `next_begun`: the next one runs already. `ahead`: what was
+    verified of a tree ahead.
     `num_cached_tokens`: found computed at the Open that this round rode on; with that
     comes `prompt_logprobs`, from the second token on, where asked for.
     """
@@ -157,8 +185,9 @@ class RoundResult(NamedTuple):
     queue_seconds: float
     logprobs: Sequence[float] = ()
     top_logprobs: Sequence[TopLogprobs] = ()
-    wants_tree: bool = True
+    drafting: Drafting = Drafting.SYNCHRONOUS
     next_begun: bool = False
+    ahead: VerifiedAhead | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: Sequence[float] = ()
     prompt_top_logprobs: Sequence[TopLogprobs] = ()
@@ -180,17 +209,9 @@ class TreeReady(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TreesForeseen(_Addressed):
-    """Trees of `round` by what the round before it may emit."""
-
-    round: int
-    outcomes: Sequence[tuple[Sequence[int], Tree]]
-
-
-@dataclass(frozen=True, slots=True)
 class Evicted(_Addressed):
     """The draft ran out of pages: it knows the sequence no more."""
 
 
 VerifyEvent: TypeAlias = StateReport | SequenceFailed | RoundResult | Preempted
-DraftEvent: TypeAlias = StateReport | SequenceFailed | TreeReady | TreesForeseen | Evicted
+DraftEvent: TypeAlias = StateReport | SequenceFailed | TreeReady | Evicted

@@ -89,8 +89,8 @@ class RouterMetrics:
         self.draft_misses = metrics.counter(
             "draft_misses", "Rounds whose tree did not come before its deadline"
         )
-        self.foreseen_rounds = metrics.counter(
-            "foreseen_rounds", "Rounds whose tree was grown before the result that led to them"
+        self.ahead_rounds = metrics.counter(
+            "ahead_rounds", "Rounds that verify began with nodes of a tree grown ahead"
         )
         self.undrafted_rounds = metrics.counter(
             "undrafted_rounds", "Rounds that asked for no tree: verify found roots alone faster"
@@ -135,7 +135,7 @@ class RouterMetrics:
         self.reopened.inc(machine.num_reopened)
         self.preemptions.inc(machine.num_preemptions)
         self.draft_misses.inc(machine.num_draft_misses)
-        self.foreseen_rounds.inc(machine.num_foreseen_rounds)
+        self.ahead_rounds.inc(machine.num_ahead_rounds)
         self.undrafted_rounds.inc(machine.num_undrafted_rounds)
         self.rollbacks.labels("verify_ahead").inc(machine.statistics.num_rollbacks)
         self._count_seconds(machine, now)

@@ -6,16 +6,18 @@ Attach and Rollback carries a new epoch; what comes under another is of an earli
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from common.types import TreeShape
 from router.generation import Generation
 from router.messages import (
     Close,
     Rollback,
+    VerifyAcknowledge,
     VerifyAttach,
-    VerifyForesee,
     VerifyOpen,
     VerifyTree,
+    VerifyTreeAhead,
 )
 from router.trees import Tree
 
@@ -38,6 +40,7 @@ class VerifySide:
         *,
         wants_features: bool,
         max_recoveries: int,
+        draft_ahead: bool = False,
         fork_of: bytes | None = None,
     ) -> None:
         self.epoch = 0
@@ -49,6 +52,7 @@ class VerifySide:
         self._generation = generation
         self._wants_features = wants_features
         self._max_recoveries = max_recoveries
+        self._draft_ahead = draft_ahead
         self._fork_of = fork_of
         self._recoveries = 0
 
@@ -74,6 +78,7 @@ class VerifySide:
             choice_index=self._generation.choice_index,
             fork_of=self._fork_of,
             trace=self._generation.trace,
+            draft_ahead=self._draft_ahead,
         )
 
     def _prompt_logprobs(self, round_: int) -> int | None:
@@ -93,8 +98,17 @@ class VerifySide:
             *(self._sequence_id, self.epoch, self.acked), *(round_, num_tokens - 1, tree)
         )
 
-    def foresee(self, round_: int, outcomes: Mapping[tuple[int, ...], Tree]) -> VerifyForesee:
-        return VerifyForesee(*(self._sequence_id, self.epoch, self.acked), round_, outcomes)
+    def tree_ahead(self, round_: int, kv_len: int, tree: Tree, most: TreeShape) -> VerifyTreeAhead:
+        return VerifyTreeAhead(
+            *(self._sequence_id, self.epoch, self.acked),
+            round=round_,
+            kv_len=kv_len,
+            tree=tree,
+            most=most,
+        )
+
+    def acknowledge(self) -> VerifyAcknowledge:
+        return VerifyAcknowledge(self._sequence_id, self.epoch, self.acked)
 
     def roll_back(self, num_tokens: int, round_: int) -> Rollback:
         self.epoch += 1

@@ -18,6 +18,7 @@ from common.errors import StartupError
 from common.group.leader import Leader
 from common.log import get_logger
 from common.tensors import FeatureDtype
+from common.types import Drafting
 from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
 from models.checkpoint import TensorEntry
@@ -35,7 +36,7 @@ from models.target_tables import read_target_facts
 from verify_service import step_curve
 from verify_service.budget import TreeBudget
 from verify_service.config import VerifyConfig
-from verify_service.draft_gate import DraftGate
+from verify_service.draft_gate import DraftGate, FixedWay
 from verify_service.engine import DeviceEngine, EngineConfig
 from verify_service.info import VerifyInfo
 from verify_service.limits import VerifyLimits
@@ -52,7 +53,7 @@ class Assembly:
     limits: VerifyLimits
     info: VerifyInfo
     budget: TreeBudget | None
-    gate: DraftGate | None
+    gate: DraftGate | FixedWay
     pace: PrefillPace | None
 
 
@@ -223,8 +224,10 @@ def _pace(config: VerifyConfig, curve: StepCurve) -> PrefillPace | None:
     return PrefillPace(curve, config.max_prefill_slowdown)
 
 
-def _gate(config: VerifyConfig) -> DraftGate | None:
-    return None if config.tree_budget == "full" else DraftGate()
+def _gate(config: VerifyConfig) -> DraftGate | FixedWay:
+    if config.drafting != "auto":
+        return FixedWay(Drafting[config.drafting.upper()])
+    return FixedWay() if config.tree_budget == "full" else DraftGate()
 
 
 def _fused_by(engine: DeviceEngine) -> str:

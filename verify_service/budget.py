@@ -144,6 +144,6 @@ def _flat(
     return (
         np.concatenate([round_.tree.scores for round_ in rounds]),
         parents,
-        np.concatenate([round_.depths for round_ in rounds]),
+        np.concatenate([round_.grown_depths for round_ in rounds]),
         starts.tolist(),
     )

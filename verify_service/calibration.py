@@ -8,6 +8,9 @@ a cell leans towards its depth's ratio, a depth towards 1. Old ones are forgotte
 not as time passes, so that a pause changes nothing; a bad stretch at depth 1 says nothing of depth
 2.
 
+Depths are below the root that a tree was grown from: further down the head runs on more of its own
+states, also where a round is rooted within the tree (`PendingRound.stem`).
+
 Axes: N nodes of one tree, or of several one behind the other.
 """
 
@@ -62,7 +65,7 @@ class Calibration:
         accepted: npt.NDArray[np.bool_],
     ) -> None:
         """Verified nodes: those below an accepted node, or below a root, were put to the test."""
-        tested = (depths > 0) & ((depths == 1) | accepted[parents])
+        tested = (depths > 0) & ((depths[parents] == 0) | accepted[parents])
         belief, depth, cell = (each[tested] for each in self._places(scores, parents, depths))
         taken = accepted[tested].astype(np.float64)
         np.add.at(self._accepted, (depth, cell), taken)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from common.types import ErrorCode, SequenceFailure
-from verify_service.commands import Foresee, Open, Rollback, VerifyTree
+from verify_service.commands import Open, Rollback, TreeAhead, VerifyTree
 from verify_service.limits import VerifyLimits
 from verify_service.sequences import VerifySequence
 
-MAX_OUTCOMES = 64
-"""Trees that may be kept for the outcomes of one round."""
+MAX_AHEAD_NODES = 256
+"""Nodes of a tree ahead, root included."""
 
 MAX_ROUNDS = 1 << 63
 """Round numbers stay below; the wire has 64 bits."""
@@ -92,19 +92,20 @@ def check_round(command: VerifyTree, sequence: VerifySequence, limits: VerifyLim
         raise wrong(f"round: the sequence has its max_total_tokens, {sequence.max_total_tokens}")
 
 
-def check_foreseen(command: Foresee, sequence: VerifySequence, limits: VerifyLimits) -> None:
-    """INVALID for an outcome without tokens, too many of them, or a tree not rooted in its last."""
+def check_ahead(command: TreeAhead, sequence: VerifySequence, limits: VerifyLimits) -> None:
+    """INVALID for a malformed tree, or one that is not rooted in a committed token."""
     try:
-        if len(command.outcomes) > MAX_OUTCOMES:
-            raise ValueError(f"{len(command.outcomes)} of them; at most {MAX_OUTCOMES}")
-        for tokens, tree in command.outcomes.items():
-            tree.validate(limits.vocab_size, limits.max_tree_nodes)
-            if not np.isfinite(tree.scores).all():
-                raise ValueError("a tree has a score that is not finite")
-            if not tokens or int(tree.tokens[0]) != tokens[-1]:
-                raise ValueError("a tree's root is not its outcome's last token")
+        command.tree.validate(limits.vocab_size, MAX_AHEAD_NODES)
+        if not np.isfinite(command.tree.scores).all():
+            raise ValueError("it has a score that is not finite")
+        last = sequence.committed_len - 1
+        if command.kv_len > last:
+            raise ValueError(f"kv_len is {command.kv_len}, the last committed token at {last}")
+        root, there = int(command.tree.tokens[0]), sequence.tokens[command.kv_len]
+        if root != there:
+            raise ValueError(f"its root is token {root}, at kv_len stands {there}")
     except ValueError as error:
-        message = f"outcomes: {error}"
+        message = f"tree_ahead: {error}"
         raise SequenceFailure(ErrorCode.INVALID, message, sequence.state, command.round) from error
 
 

@@ -17,18 +17,21 @@ from common.sequence_codec import (
     head_of,
     invalid,
     unknown_command,
+    wire_tree,
 )
 from common.tensors import FeaturePiece
 from common.tracing import Trace
-from common.types import DraftTree, SamplingParams, TopLogprobs
+from common.types import DraftTree, SamplingParams, TopLogprobs, TreeShape
+from verify_service.checks import MAX_AHEAD_NODES
 from verify_service.commands import (
+    Acknowledge,
     Attach,
     Close,
     Command,
-    Foresee,
     Open,
     ReplayFeatures,
     Rollback,
+    TreeAhead,
     VerifyTree,
 )
 from verify_service.events import Closed, Event, Failed, Preempted, RoundDone, StateReport
@@ -63,7 +66,7 @@ def encode_info(info: VerifyInfo) -> verify_pb2.GetVerifyInfoResponse:
         max_sequences=info.max_sequences,
         page_size_tokens=info.page_size_tokens,
         num_pages=info.num_pages,
-        draft_ahead=True,
+        max_ahead_nodes=MAX_AHEAD_NODES,
         step_times=[
             verify_pb2.StepTime(
                 num_tokens=point.num_tokens,
@@ -110,12 +113,13 @@ def _command(message: verify_pb2.VerifyCommand) -> Command:
             return Rollback(**head, committed_len=cut.committed_len, round=cut.round)
         case "close":
             return Close(**head)
-        case "foresee":
-            ahead = message.foresee
-            outcomes = {
-                tuple(each.tokens): _tree(each.tree, ahead.round) for each in ahead.outcomes
-            }
-            return Foresee(**head, round=ahead.round, outcomes=outcomes)
+        case "tree_ahead":
+            ahead = message.tree_ahead
+            tree = _tree(ahead.tree, ahead.round)
+            most = _shape(ahead.most) if ahead.HasField("most") else None
+            return TreeAhead(**head, round=ahead.round, kv_len=ahead.kv_len, tree=tree, most=most)
+        case "acknowledge":
+            return Acknowledge(**head)
         case "replay_features":
             return ReplayFeatures(**head, position=message.replay_features.position)
         case _:
@@ -138,6 +142,8 @@ def _open(head: Head, body: verify_pb2.VerifyOpen) -> Open:
         cache_salt=body.cache_salt,
         fork_of=body.fork_of,
         trace=Trace(body.trace.request_id, body.trace.traceparent),
+        runs_on=body.runs_on,
+        draft_ahead=body.draft_ahead,
     )
 
 
@@ -182,6 +188,16 @@ def _tree(body: types_pb2.DraftTree, round_: int) -> DraftTree:
         raise invalid(str(error), round_) from error
 
 
+def _shape(body: types_pb2.TreeShape) -> TreeShape:
+    """What is not set is not bounded here."""
+    most = TreeShape.unbounded()
+    return TreeShape(
+        max_depth=body.max_depth if body.HasField("max_depth") else most.max_depth,
+        top_k=body.top_k if body.HasField("top_k") else most.top_k,
+        max_nodes=body.max_nodes if body.HasField("max_nodes") else most.max_nodes,
+    )
+
+
 def _top(place: TopLogprobs) -> types_pb2.TokenLogprobs:
     return types_pb2.TokenLogprobs(
         tokens=[token for token, _ in place], logprobs=[logprob for _, logprob in place]
@@ -207,13 +223,16 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
                     top_logprobs=[_top(place) for place in result.top_logprobs],
                     step_seconds=result.step_seconds,
                     queue_seconds=result.queue_seconds,
-                    wants_tree=result.wants_tree,
+                    drafting=int(result.drafting),  # type: ignore[arg-type]
                     next_begun=result.next_begun,
                     num_cached_tokens=result.num_cached_tokens,
                     prompt_logprobs=result.prompt_logprobs,
                     prompt_top_logprobs=[_top(place) for place in result.prompt_top_logprobs],
                 )
             )
+            if result.ahead is not None:
+                message.result.ahead.kv_len = result.ahead.kv_len
+                message.result.ahead.tree.CopyFrom(wire_tree(result.ahead.tree))
         case Failed():
             message.error.CopyFrom(encode_error(event))
         case Preempted():

@@ -10,7 +10,7 @@ from common.messages import BaseCommand
 from common.messages import Close as Close
 from common.messages import Rollback as Rollback
 from common.tracing import UNTRACED, Trace
-from common.types import DraftTree, SamplingParams
+from common.types import DraftTree, SamplingParams, TreeShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,9 @@ class Open(BaseCommand):
     `tokens`: prompt and what was emitted before, at least one. `round`: the round that rides on the
     prefill's last chunk. `stop_tokens`: where the walk stops. `max_total_tokens`: never more than
     these. `cache_salt`: pages are shared among sequences with the same. `fork_of`: the first choice
-    of the same request, whose rows of tokens that both begin with are taken over.
+    of the same request, whose rows of tokens that both begin with are taken over. `runs_on`: the
+    next round may be begun here where none is to be waited for. `draft_ahead`: trees ahead can
+    come.
     """
 
     tokens: tuple[int, ...]
@@ -33,6 +35,8 @@ class Open(BaseCommand):
     cache_salt: bytes = b""
     fork_of: bytes = b""
     trace: Trace = UNTRACED
+    runs_on: bool = False
+    draft_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +63,22 @@ class ReplayFeatures(BaseCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foresee(BaseCommand):
-    """Trees for outcomes of the round before `round`, by what it would emit."""
+class TreeAhead(BaseCommand):
+    """A tree for rounds to come, rooted at position `kv_len`, where `round` was, or is, rooted.
+    `most`: what one round may take of it; None: whatever verify takes.
+    """
 
     round: int
-    outcomes: dict[tuple[int, ...], DraftTree]
+    kv_len: int
+    tree: DraftTree
+    most: TreeShape | None = None
 
 
-Command: TypeAlias = Open | Attach | VerifyTree | Foresee | Rollback | Close | ReplayFeatures
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledge(BaseCommand):
+    """Nothing but its `acked_round`."""
+
+
+Command: TypeAlias = (
+    Open | Attach | VerifyTree | TreeAhead | Acknowledge | Rollback | Close | ReplayFeatures
+)

@@ -62,7 +62,13 @@ class VerifyConfig(DeviceConfig):
     max_tree_depth: int = Field(16, ge=1, le=64, description="Deeper nodes are cut.")
     tree_budget: Literal["auto", "full"] = Field(
         "auto",
-        description="auto: nodes, and waits for trees, as they pay by measured times; full: all.",
+        description="Nodes that are verified; auto: as pays by measured times; full: whole trees.",
+    )
+    drafting: Literal["auto", "none", "synchronous", "ahead"] = Field(
+        "auto",
+        description="How rounds are drafted: none: roots alone; synchronous: each waits for its"
+        " tree; ahead: none waits, trees are grown for rounds to come; auto: as pays by measured"
+        " times, or synchronous with tree_budget full.",
     )
     feature_window_tokens: int = Field(
         2048, ge=64, le=1 << 20, description="Feature rows kept per sequence, to send and replay."

@@ -1,47 +1,41 @@
-"""Whether a round should wait for a tree, by what rounds with and without one have given.
+"""How rounds should be drafted, by what each way has given.
 
     rate = tokens / seconds from a sequence's last result to this one, over all sequences
 
-Two such rates are kept, of rounds that had a tree and of rounds that were roots alone, and the
-better way is asked for with every result (`wants_tree`). The budget decides how much of a tree a
-step verifies; here is decided whether to draft at all, with everything that waiting costs: the
-draft, its queue, the network, the longer step. Nothing is modelled, only measured.
+There are three ways (`common.types.Drafting`): roots alone, trees that are waited for, and trees
+grown ahead, for which nothing waits. A rate is kept of each, and the best way is asked for with
+every result. The budget decides how much of a tree a step verifies; here is decided whether and how
+to draft, with everything that it costs: the draft, its queue, the network, the longer step, the
+rounds that find no tree. Nothing is modelled, only measured.
 
 A rate says little about another load, so they are kept per doubling of the sequences on the
 device; a load not met before begins with what its neighbour knows, which new rounds soon outweigh.
 
-The way that is not used is not learnt of. So a share of all seconds is put aside, and when that
-pays for what a try is expected to lose, all sequences take the other way for a few rounds, which
-then weigh at least as much as all that was known of it. This bounds what probing costs, and it is
-the way back when the text, the draft or the load has changed, or a first judgement was wrong.
+Ways that are not used are not learnt of. So a share of all seconds is put aside, and when that
+pays for what a try is expected to lose, all sequences take another way for a few rounds, which then
+weigh at least as much as all that was known of it; the others take turns. This bounds what probing
+costs, and it is the way back when the text, the draft or the load has changed, or a first judgement
+was wrong.
 
 Deterministic, without a clock.
 """
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from common.types import Drafting
 
 PROBE_SHARE = 0.005
 EARLY_PROBE_SHARE = 0.02  # while little is known: a first judgement is of few rounds
 EARLY_ROUNDS = 256  # at a load
-FIRST_ROUNDS = 24  # with trees, before the first judgement
+FIRST_ROUNDS = 24  # of the first way, before the first judgement
 LEAST_PROBE_ROUNDS = 8
 PROBE_ROUNDS_PER_SEQUENCE = 2
 LEAST_LOSS = 0.1  # of a probe, as a share of its seconds: changing over costs something by itself
 MEMORY_ROUNDS = 64.0  # at least; four of each sequence
 INHERITED_ROUNDS = 2.0  # what a neighbour's rates weigh at a new load
 MOST_OF_MEAN = 4.0  # a round longer than so many mean ones was not waiting for us alone
-
-
-class Way(enum.Enum):
-    TREE = enum.auto()
-    ROOT = enum.auto()
-
-    @property
-    def other(self) -> Way:
-        return Way.ROOT if self is Way.TREE else Way.TREE
 
 
 @dataclass(slots=True)
@@ -72,31 +66,38 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Load:
-    rates: dict[Way, _Rate]
+    rates: dict[Drafting, _Rate]
     saved_seconds: float = 0.0  # sequence-seconds, for the next probe
     num_rounds: int = 0
+    tried: list[Drafting] = field(default_factory=list)  # ways, the one tried last at the end
 
 
 class DraftGate:
-    """Begins with trees, then tries roots."""
+    """Begins with trees that are waited for, then tries the other ways."""
 
     def __init__(self) -> None:
-        self._way = Way.TREE
+        self._way = Drafting.SYNCHRONOUS
+        self._offers_ahead = False
         self._probe_left = 0  # rounds of the probe under way
         self._loads: dict[int, _Load] = {}
         self.num_probes = 0
 
     @property
-    def wants_tree(self) -> bool:
-        return self._way is Way.TREE
+    def drafting(self) -> Drafting:
+        return self._way
 
-    def note_round(self, had_tree: bool, tokens: int, seconds: float, num_sequences: int) -> None:
+    def offer_ahead(self, offered: bool) -> None:
+        """Whether trees ahead can be had for those who are here now."""
+        self._offers_ahead = offered
+        if not offered and self._way is Drafting.AHEAD:
+            self._way, self._probe_left = Drafting.SYNCHRONOUS, 0
+
+    def note_round(self, way: Drafting, tokens: int, seconds: float, num_sequences: int) -> None:
         """A round that took the way it was asked to.
 
         `seconds`: since the sequence's result before. `num_sequences`: on the device.
         """
         load = self._load(num_sequences)
-        way = Way.TREE if had_tree else Way.ROOT
         memory = max(MEMORY_ROUNDS, 4.0 * num_sequences)
         load.rates[way].add(tokens, seconds, memory)
         load.num_rounds += 1
@@ -107,23 +108,33 @@ class DraftGate:
 
     def _choose(self, load: _Load, num_sequences: int) -> None:
         probe = max(LEAST_PROBE_ROUNDS, PROBE_ROUNDS_PER_SEQUENCE * num_sequences)
-        here, there = load.rates[self._way], load.rates[self._way.other]
         if self._probe_left > 0:
             self._probe_left -= 1
             if self._probe_left:
                 return
-        if not there.rounds:
-            if here.rounds >= max(probe, FIRST_ROUNDS):
-                self._begin_probe(load, probe)
-        elif there.value > here.value:
-            self._way, load.saved_seconds = self._way.other, 0.0
-        elif load.saved_seconds >= self._loss(here, there, probe):
+        others = [
+            way
+            for way in Drafting
+            if way is not self._way and (self._offers_ahead or way is not Drafting.AHEAD)
+        ]
+        here = load.rates[self._way]
+        unknown = [way for way in others if not load.rates[way].rounds]
+        best = max(others, key=lambda way: load.rates[way].value)
+        # The one that was not tried for longest.
+        next_try = min(others, key=lambda way: _turn(load.tried, way))
+        if unknown:
+            if here.rounds >= max(probe, FIRST_ROUNDS) or load.tried:
+                self._begin_probe(load, unknown[0], probe)
+        elif load.rates[best].value > here.value:
+            self._way, load.saved_seconds = best, 0.0
+        elif load.saved_seconds >= self._loss(here, load.rates[next_try], probe):
             load.saved_seconds = 0.0
-            self._begin_probe(load, probe)
+            self._begin_probe(load, next_try, probe)
 
-    def _begin_probe(self, load: _Load, num_rounds: int) -> None:
-        self._way, self._probe_left = self._way.other, num_rounds
-        load.rates[self._way] = load.rates[self._way].weighing(num_rounds)
+    def _begin_probe(self, load: _Load, way: Drafting, num_rounds: int) -> None:
+        self._way, self._probe_left = way, num_rounds
+        load.rates[way] = load.rates[way].weighing(num_rounds)
+        load.tried = [*(each for each in load.tried if each is not way), way]
         self.num_probes += 1
 
     @staticmethod
@@ -138,6 +149,25 @@ class DraftGate:
             nearest = min(self._loads, key=lambda known: abs(known - key), default=None)
             rates = self._loads[nearest].rates if nearest is not None else {}
             self._loads[key] = _Load(
-                {way: rates.get(way, _Rate()).weighing(INHERITED_ROUNDS) for way in Way}
+                {way: rates.get(way, _Rate()).weighing(INHERITED_ROUNDS) for way in Drafting}
             )
         return self._loads[key]
+
+
+class FixedWay:
+    """One way whatever it gives: what `DraftGate` answers, without its judgement."""
+
+    num_probes = 0
+
+    def __init__(self, drafting: Drafting = Drafting.SYNCHRONOUS) -> None:
+        self.drafting = drafting
+
+    def offer_ahead(self, offered: bool) -> None:
+        pass
+
+    def note_round(self, way: Drafting, tokens: int, seconds: float, num_sequences: int) -> None:
+        pass
+
+
+def _turn(tried: list[Drafting], way: Drafting) -> int:
+    return tried.index(way) if way in tried else -1

@@ -13,7 +13,15 @@ from common.messages import BaseEvent
 from common.messages import Closed as Closed
 from common.messages import Failed as Failed
 from common.messages import StateReport as StateReport
-from common.types import TopLogprobs
+from common.types import Drafting, DraftTree, TopLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedAhead:
+    """`kv_len`: where the tree ahead was rooted. `tree`: verified, rooted at the round's root."""
+
+    kv_len: int
+    tree: DraftTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +30,9 @@ class RoundResult:
 
     `kv_len`: before the round, so that `tokens[i]` stands at position kv_len + 1 + i. `tokens`: the
     accepted path and the bonus. `margins`: one per token; so `logprobs` and `top_logprobs`, where
-    asked for. `accepted_nodes`: indices into the tree as the router sent it. `num_nodes`: verified,
-    root included. `wants_tree`: whether the next round should wait for a tree.
-    `next_begun`: it runs already, with a foreseen tree.
+    asked for. `accepted_nodes`: indices into the tree as the router sent it, or into `ahead`'s.
+    `num_nodes`: verified, root included. `drafting`: advice for the next rounds. `next_begun`: the
+    next round runs already. `ahead`: what was verified of a tree ahead.
     `num_cached_tokens`: of the first result since Open, tokens whose rows were found;
     with it go the prompt's log-probabilities.
     """
@@ -39,8 +47,9 @@ class RoundResult:
     step_seconds: float = 0.0
     queue_seconds: float = 0.0
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    wants_tree: bool = True
+    drafting: Drafting = Drafting.SYNCHRONOUS
     next_begun: bool = False
+    ahead: VerifiedAhead | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[float, ...] = ()
     prompt_top_logprobs: tuple[TopLogprobs, ...] = ()

@@ -8,7 +8,7 @@ from typing import Any
 from common.tensors import FeatureDtype
 from verify_service.step import StepPoint
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

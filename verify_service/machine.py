@@ -19,21 +19,22 @@ from dataclasses import replace
 
 from common.page_keys import PageKeys
 from common.pages import PageCounts
-from common.types import ErrorCode, FeatureRows, SequenceFailure, SequenceState
+from common.types import Drafting, ErrorCode, FeatureRows, SequenceFailure, SequenceState, TreeShape
 from verify_service import checks
 from verify_service.budget import TreeBudget
 from verify_service.commands import (
     NO_ROUND,
+    Acknowledge,
     Attach,
     Close,
     Command,
-    Foresee,
     Open,
     ReplayFeatures,
     Rollback,
+    TreeAhead,
     VerifyTree,
 )
-from verify_service.draft_gate import DraftGate
+from verify_service.draft_gate import DraftGate, FixedWay
 from verify_service.events import Closed, Event, Failed, RoundDone, StateReport
 from verify_service.features import FeatureWindow
 from verify_service.gathering import Away, Gathering
@@ -42,7 +43,7 @@ from verify_service.prefill_pace import PrefillPace
 from verify_service.prefix_cache import PrefixCounts
 from verify_service.registry import VerifyRegistry
 from verify_service.residency import Residency
-from verify_service.sequences import Foreseen, PendingRound, VerifySequence
+from verify_service.sequences import AheadTree, PendingRound, VerifySequence
 from verify_service.step import SequenceOutcome, SequenceWork, TokenHistory
 from verify_service.stepper import Plan, Stepper
 
@@ -53,24 +54,24 @@ NO_PICK = "the logits give no pick: not a number, infinite, or every token exclu
 
 class VerifyMachine:
     """`budget` chooses how much of each tree is verified; None: as much as a step holds. `gate`:
-    whether rounds should wait for trees; None: always. `pace` bounds what prefill costs those who
-    decode; None: by rows alone.
+    how rounds should be drafted; None: they wait for their trees. `pace` bounds what prefill costs
+    those who decode; None: by rows alone.
     """
 
     def __init__(
         self,
         limits: VerifyLimits,
         budget: TreeBudget | None = None,
-        gate: DraftGate | None = None,
+        gate: DraftGate | FixedWay | None = None,
         pace: PrefillPace | None = None,
     ) -> None:
         self._limits = limits
+        self._gate = FixedWay() if gate is None else gate
         self._residency = Residency(limits)
         self._registry = VerifyRegistry(limits, self._residency)
-        self._stepper = Stepper(limits, self._registry, self._residency, budget, gate, pace)
+        self._stepper = Stepper(limits, self._registry, self._residency, budget, self._gate, pace)
         self._with_features: dict[bytes, None] = {}  # sequences with rows to send, in turn
         self._draining = False
-        self._gate = gate
         self._gathering = None if budget is None else Gathering(budget)
         self._pace = pace
 
@@ -94,20 +95,21 @@ class VerifyMachine:
         return self._stepper.num_in_flight
 
     @property
-    def wants_trees(self) -> bool:
-        """Whether rounds should wait for trees."""
-        return self._gate is None or self._gate.wants_tree
+    def drafting(self) -> Drafting:
+        """How rounds should be drafted."""
+        return self._gate.drafting
 
     @property
     def num_draft_probes(self) -> int:
-        """Times that the other way was tried."""
-        return 0 if self._gate is None else self._gate.num_probes
+        """Times that another way was tried."""
+        return self._gate.num_probes
 
     @property
-    def num_foreseen(self) -> tuple[int, int]:
-        """Rounds that ended with trees for outcomes at hand: that went on with one, and not."""
-        begun = self._stepper.num_begun
-        return begun, self._stepper.num_foreseen - begun
+    def num_ahead(self) -> tuple[int, int]:
+        """Rounds that were begun here while trees were grown ahead: with nodes of one, and with the
+        root alone.
+        """
+        return self._stepper.num_ahead, self._stepper.num_without
 
     @property
     def has_ready(self) -> bool:
@@ -217,8 +219,10 @@ class VerifyMachine:
                 self._attach(stream, command, now, events)
             case VerifyTree():
                 self._verify_tree(stream, command, now, events)
-            case Foresee():
-                self._foresee(stream, command)
+            case TreeAhead():
+                self._tree_ahead(stream, command)
+            case Acknowledge():
+                self._acknowledge(self._owned(stream, command), command)
             case Rollback():
                 self._rollback(stream, command, now, events)
             case ReplayFeatures():
@@ -264,6 +268,8 @@ class VerifyMachine:
             wants_features=command.wants_features,
             trace=command.trace,
             fork_of=command.fork_of,
+            runs_on=command.runs_on,
+            draft_ahead=command.draft_ahead,
             next_round=command.round,
             window=FeatureWindow(self._limits.feature_window_tokens),
             history=TokenHistory(tokens, command.num_prompt_tokens),
@@ -280,7 +286,7 @@ class VerifyMachine:
             return
         self._acknowledge(sequence, command)
         self._registry.hand_over(sequence, stream, command.epoch, now)
-        sequence.turn = sequence.foreseen = None
+        sequence.turn = sequence.ahead = None
         events.append(_state_report(stream, sequence))
         events += [_round_done(sequence, round_) for round_ in sorted(sequence.results)]
         replayed_from = min((r.kv_len for r in sequence.results.values()), default=None)
@@ -317,14 +323,19 @@ class VerifyMachine:
         back = [_away(s) for s in away if s.turn is not None and s.is_briefly_away(now)]
         return self._gathering.company_until(back, now, seconds)
 
-    def _foresee(self, stream: int, command: Foresee) -> None:
-        """Keeps trees for outcomes of the round that is pending or under way; others are late."""
+    def _tree_ahead(self, stream: int, command: TreeAhead) -> None:
+        """Keeps what hangs below the tokens that were committed since its root: the newest."""
         sequence = self._owned(stream, command, command.round)
         self._acknowledge(sequence, command, command.round)
-        if sequence.pending is None or command.round != sequence.next_round + 1:
+        checks.check_ahead(command, sequence, self._limits)
+        known = sequence.ahead
+        if known is not None and known.kv_len > command.kv_len:
             return
-        checks.check_foreseen(command, sequence, self._limits)
-        sequence.foreseen = Foreseen(command.round, command.outcomes)
+        most = TreeShape.unbounded() if command.most is None else command.most
+        since = sequence.tokens[command.kv_len + 1 :]
+        found = AheadTree(command.kv_len, 0, command.tree, most).after(since)
+        if found is not None:
+            sequence.ahead = found
 
     def _rollback(self, stream: int, command: Rollback, now: float, events: list[Event]) -> None:
         sequence = self._registry.need(command.sequence_id, command.round)
@@ -337,7 +348,7 @@ class VerifyMachine:
             sequence.history = TokenHistory(sequence.tokens, sequence.num_prompt_tokens)
             sequence.next_round = command.round
             sequence.pending, sequence.paused_since, sequence.turn = None, now, None
-            sequence.foreseen = None
+            sequence.ahead = None
             sequence.results.clear()
             # The new last token is the next root: its row is computed again, for its logits.
             self._residency.cut(sequence, command.committed_len - 1)
@@ -452,7 +463,10 @@ class VerifyMachine:
         return command.epoch > sequence.epoch
 
     def _owned(
-        self, stream: int, command: VerifyTree | Foresee | ReplayFeatures, round_: int = 0
+        self,
+        stream: int,
+        command: VerifyTree | TreeAhead | Acknowledge | ReplayFeatures,
+        round_: int = 0,
     ) -> VerifySequence:
         sequence = self._registry.need(command.sequence_id, round_)
         if command.epoch > sequence.epoch:
@@ -497,7 +511,7 @@ def _away(sequence: VerifySequence) -> Away:
     """A sequence that had a result."""
     turn = sequence.turn
     assert turn is not None
-    return Away(turn.since, turn.asked_tree and turn.drafted)
+    return Away(turn.since, turn.asked is Drafting.SYNCHRONOUS and turn.drafted)
 
 
 def _stale(sequence: VerifySequence, command: Command, round_: int) -> SequenceFailure:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.metrics import Metrics, RisingCounter, integer_buckets, power_buckets
-from common.types import ErrorCode
+from common.types import Drafting, ErrorCode
 from verify_service.events import Event, Failed, Preempted, RoundDone
 from verify_service.machine import VerifyMachine
 from verify_service.stepper import Plan
 
 PAGE_STATES = ("live", "cached", "reserved", "free")
+WAYS = tuple(way.name.lower() for way in Drafting)
+AHEAD_OUTCOMES = ("tree", "root")
 SEQUENCE_STATES = ("resident", "waiting", "in_flight", "open")
 MAX_NODES_BUCKET = 128
 
@@ -55,16 +57,16 @@ class VerifyMetrics:
         self._sequences = metrics.gauge(
             "sequences", "Sequences by state", ["state"], values=SEQUENCE_STATES
         )
-        foreseen = metrics.counter(
-            "foreseen_rounds", "Rounds that ended with trees for outcomes at hand", ["outcome"],
-            values=("hit", "miss"),
+        ahead = metrics.counter(
+            "ahead_rounds", "Rounds begun by verify itself while trees were grown ahead, by whether"
+            " one reached them", ["outcome"], values=AHEAD_OUTCOMES,
         )  # fmt: skip
-        self._foreseen = [RisingCounter(foreseen.labels(of)) for of in ("hit", "miss")]
-        self._wants_trees = metrics.gauge(
-            "wants_trees", "1: rounds should wait for trees; 0: roots alone were found faster"
+        self._ahead = [RisingCounter(ahead.labels(of)) for of in AHEAD_OUTCOMES]
+        self._drafting = metrics.gauge(
+            "drafting", "1 for the way that rounds are drafted now", ["way"], values=WAYS
         )
         self._draft_probes = RisingCounter(
-            metrics.counter("draft_probes", "Times that the other way was tried: trees, or roots")
+            metrics.counter("draft_probes", "Times that another way of drafting was tried")
         )
         self._pages = metrics.gauge("kv_pages", "KV pages by state", ["state"], values=PAGE_STATES)
 
@@ -121,9 +123,10 @@ class VerifyMetrics:
         self._sequences.labels("waiting").set(machine.num_waiting)
         self._sequences.labels("in_flight").set(machine.num_in_flight)
         self._sequences.labels("open").set(machine.num_sequences)
-        self._wants_trees.set(machine.wants_trees)
+        for way in Drafting:
+            self._drafting.labels(way.name.lower()).set(way is machine.drafting)
         self._draft_probes.set_total(machine.num_draft_probes)
-        for counter, total in zip(self._foreseen, machine.num_foreseen, strict=True):
+        for counter, total in zip(self._ahead, machine.num_ahead, strict=True):
             counter.set_total(total)
         self._looked_up.set_total(machine.prefix_counts.looked_up)
         self._found.set_total(machine.prefix_counts.found)

@@ -8,13 +8,22 @@ work.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from common.page_keys import PageKeys
 from common.tracing import UNTRACED, Trace
-from common.types import DraftTree, Int32Array, SamplingParams, SequenceState, TopLogprobs
+from common.types import (
+    Drafting,
+    DraftTree,
+    Int32Array,
+    SamplingParams,
+    SequenceState,
+    TopLogprobs,
+    TreeShape,
+)
 from verify_service.commands import Command
 from verify_service.events import RoundResult
 from verify_service.features import FeatureWindow
@@ -23,12 +32,17 @@ from verify_service.step import TokenHistory
 NO_SLOT = -1
 
 
+NOT_AHEAD = -1
+
+
 @dataclass(frozen=True, slots=True)
 class PendingRound:
     """A round that waits for its step.
 
     `tree` is what may be verified, `nodes[i]` the index of its node i in the tree as it was sent,
-    and `depths[i]` how deep that node is.
+    and `depths[i]` how deep that node is. `is_own`: begun here, without a router's word; then it
+    may take a tree ahead: `ahead_from` is where that was rooted, `stem` how far above the round's
+    root.
     """
 
     round: int
@@ -36,39 +50,44 @@ class PendingRound:
     nodes: Int32Array
     depths: Int32Array
     since: float  # seconds on the machine's clock
+    is_own: bool = False
+    ahead_from: int = NOT_AHEAD
+    stem: int = 0
 
     @staticmethod
     def of(round_: int, tree: DraftTree, max_depth: int, since: float) -> PendingRound:
         """Keeps the nodes no deeper than `max_depth`: deeper ones could never be emitted."""
-        depths = tree.depths()
-        if int(depths.max()) <= max_depth:
-            return PendingRound(
-                round_, tree, np.arange(tree.num_nodes, dtype=np.int32), depths, since
-            )
-        keep = np.flatnonzero(depths <= max_depth).astype(np.int32)
-        return PendingRound(round_, tree.within_depth(max_depth), keep, depths[keep], since)
+        nodes = np.arange(tree.num_nodes, dtype=np.int32)
+        whole = PendingRound(round_, tree, nodes, tree.depths(), since)
+        return whole if whole.depth <= max_depth else whole.within_depth(max_depth)
 
     @staticmethod
     def root_only(round_: int, token: int, since: float) -> PendingRound:
         return PendingRound.of(round_, DraftTree.root_only(token), 0, since)
 
     def prefix(self, num_nodes: int) -> PendingRound:
-        return PendingRound(
-            self.round,
-            self.tree.prefix(num_nodes),
-            self.nodes[:num_nodes],
-            self.depths[:num_nodes],
-            self.since,
+        return replace(
+            self,
+            tree=self.tree.prefix(num_nodes),
+            nodes=self.nodes[:num_nodes],
+            depths=self.depths[:num_nodes],
         )
 
     def within_depth(self, max_depth: int) -> PendingRound:
         keep = np.flatnonzero(self.depths <= max_depth)
         tree = self.tree.within_depth(max_depth)
-        return PendingRound(self.round, tree, self.nodes[keep], self.depths[keep], self.since)
+        return replace(self, tree=tree, nodes=self.nodes[keep], depths=self.depths[keep])
 
     @property
     def depth(self) -> int:
         return int(self.depths.max())
+
+    @property
+    def grown_depths(self) -> Int32Array:
+        """Of the nodes below the root: below that of the tree that was grown."""
+        if not self.stem:
+            return self.depths
+        return np.where(self.depths > 0, self.depths + np.int32(self.stem), np.int32(0))
 
 
 BRIEFLY_SECONDS = 0.25
@@ -76,22 +95,33 @@ BRIEFLY_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
-    """Trees that `round` may begin with, by what the round before it emits."""
+class AheadTree:
+    """What hangs below a sequence's present root of a tree that was grown at `kv_len`, `stem`
+    tokens before it. `most`: what one round may take.
+    """
 
-    round: int
-    trees: dict[tuple[int, ...], DraftTree]
+    kv_len: int
+    stem: int
+    tree: DraftTree
+    most: TreeShape
+
+    def after(self, tokens: Sequence[int]) -> AheadTree | None:
+        """The same once `tokens` were emitted; None where nothing hangs below them."""
+        tree = self.tree.below(tokens)
+        if tree is None or tree.num_nodes == 1:
+            return None
+        return replace(self, tree=tree, stem=self.stem + len(tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTurn:
-    """What the last result said, and when: whether the round behind it was to have a tree.
+    """What the last result said, and when: how the round behind it was to be drafted.
 
-    `drafted`: whether any round of the sequence had one.
+    `drafted`: whether any round of the sequence had a tree.
     """
 
     since: float
-    asked_tree: bool
+    asked: Drafting
     drafted: bool
 
 
@@ -113,6 +143,8 @@ class VerifySequence:
     window: FeatureWindow
     history: TokenHistory
     page_keys: PageKeys
+    runs_on: bool = False
+    draft_ahead: bool = False
 
     trace: Trace = UNTRACED
     fork_of: bytes = b""  # until it was admitted: whose rows it takes over
@@ -133,7 +165,7 @@ class VerifySequence:
     in_flight: bool = False
     closed: bool = False  # while in flight: frees its pages when the step retires
     paused_since: float = 0.0  # when it last became idle
-    foreseen: Foreseen | None = None  # of the pending round
+    ahead: AheadTree | None = None  # for rounds that begin here
     turn: RoundTurn | None = None  # since its last result; None: nothing to compare with
     orphaned_since: float | None = None  # when its stream went
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from common.types import Int32Array
+from common.types import Drafting, Int32Array, TreeShape
 from verify_service import forks
 from verify_service.budget import TreeBudget
-from verify_service.draft_gate import DraftGate
-from verify_service.events import Event, Preempted, RoundDone, RoundResult
+from verify_service.draft_gate import DraftGate, FixedWay
+from verify_service.events import Event, Preempted, RoundDone, RoundResult, VerifiedAhead
 from verify_service.limits import VerifyLimits
 from verify_service.prefill_pace import PrefillPace
 from verify_service.registry import VerifyRegistry
 from verify_service.residency import Residency
 from verify_service.scheduling import share_nodes, share_prefill
-from verify_service.sequences import PendingRound, RoundTurn, VerifySequence
+from verify_service.sequences import NOT_AHEAD, PendingRound, RoundTurn, VerifySequence
 from verify_service.step import SequenceOutcome, SequenceWork
 
 
@@ -55,18 +55,16 @@ class _Block:
 
 
 class Stepper:
-    """`budget` None: trees are cut to the rows of a step only. `gate` None: trees are always asked
-    for.
-    """
+    """`budget` None: trees are cut to the rows of a step only."""
 
     def __init__(
         self,
         limits: VerifyLimits,
         registry: VerifyRegistry,
         residency: Residency,
-        budget: TreeBudget | None = None,
-        gate: DraftGate | None = None,
-        pace: PrefillPace | None = None,
+        budget: TreeBudget | None,
+        gate: DraftGate | FixedWay,
+        pace: PrefillPace | None,
     ) -> None:
         self._limits = limits
         self._pace = pace
@@ -74,8 +72,8 @@ class Stepper:
         self._residency = residency
         self._budget, self._gate = budget, gate
         self._launched: dict[int, _Launched] = {}  # by slot
-        self.num_foreseen = 0  # rounds that ended with trees for their outcomes at hand
-        self.num_begun = 0  # of those, the ones that went on with one
+        self.num_ahead = 0  # rounds begun here in the way AHEAD, with nodes of a tree ahead
+        self.num_without = 0  # and with the root alone
         self._retired_at: float | None = None  # when the last step ended
 
     @property
@@ -89,6 +87,8 @@ class Stepper:
         decoding, prefilling = self._ready(now, events)
         if decoding:
             self._note_idle(now)
+        for sequence in decoding:
+            self._take_ahead(sequence)
         blocks = [_Block(s, 1, s.pending) for s in decoding]
         # Those whose next round is on its way wait for this step's end: they count, too.
         others = decoding or [s for s in self._residency if s.is_briefly_away(now)]
@@ -132,7 +132,8 @@ class Stepper:
         verified: list[tuple[PendingRound, Int32Array]] = []
         self._retired_at = now
         # One advice for all of a step: sequences that go together go on together.
-        wants_tree = self._gate is None or self._gate.wants_tree
+        self._gate.offer_ahead(any(sequence.draft_ahead for sequence in self._residency))
+        drafting = self._gate.drafting
         for work, outcome in zip(works, outcomes, strict=True):
             launched = self._launched.pop(work.slot)
             sequence = launched.sequence
@@ -149,13 +150,16 @@ class Stepper:
             sequence.kv_len += outcome.num_committed
             if launched.round is not None:
                 verified.append((launched.round, outcome.accepted_nodes))
-                result = _result(launched, launched.round, outcome, step_seconds, wants_tree)
+                result = _result(launched, launched.round, outcome, step_seconds, drafting)
                 self._judge(sequence, result, now)
-                begun = self._foreseen_round(sequence, result, now)
-                if begun is not None:
-                    result = replace(result, next_begun=True)
+                begins = self._may_begin(sequence, result)
+                result = replace(result, next_begun=begins)
+                if sequence.ahead is not None:
+                    sequence.ahead = sequence.ahead.after(result.tokens)
                 events.append(self._finish_round(sequence, result, now))
-                sequence.pending = begun
+                if begins:
+                    own = PendingRound.root_only(result.round + 1, result.tokens[-1], now)
+                    sequence.pending = replace(own, is_own=True)
             self._residency.settle(sequence)
         if self._budget is not None:
             self._budget.learn(verified)
@@ -246,44 +250,52 @@ class Stepper:
         self._launched[sequence.slot] = _Launched(sequence, work, block.round, now)
         return work
 
+    def _take_ahead(self, sequence: VerifySequence) -> None:
+        """Gives a round that was begun here what has come for it by now."""
+        round_, ahead = sequence.pending, sequence.ahead
+        if round_ is None or not round_.is_own:
+            return
+        if self._gate.drafting is not Drafting.AHEAD or not sequence.draft_ahead:
+            return
+        if ahead is None:
+            self.num_without += 1
+            return
+        self.num_ahead += 1
+        room = sequence.max_total_tokens - sequence.committed_len - 1
+        most = min(room, self._limits.max_tree_depth, ahead.most.max_depth)
+        shape = TreeShape(
+            max_depth=most,
+            top_k=ahead.most.top_k,
+            max_nodes=min(ahead.most.max_nodes, self._limits.max_tree_nodes),
+        )
+        taken = PendingRound.of(round_.round, ahead.tree.within(shape), most, round_.since)
+        sequence.pending = replace(taken, is_own=True, ahead_from=ahead.kv_len, stem=ahead.stem)
+
     def _judge(self, sequence: VerifySequence, result: RoundResult, now: float) -> None:
         """Tells the gate of the round."""
-        if self._gate is None:
-            return
         had_tree = sequence.pending is not None and sequence.pending.tree.num_nodes > 1
         turn, drafted = sequence.turn, had_tree
         if turn is not None:
             drafted = had_tree or turn.drafted
-            # A tree that was waited for in vain counts; a sequence that never has one does not.
-            if turn.asked_tree == had_tree or (turn.asked_tree and turn.drafted):
+            if _went_as_asked(turn, had_tree=had_tree, can_ahead=sequence.draft_ahead):
                 num_sequences = len(self._residency)
-                self._gate.note_round(
-                    turn.asked_tree, len(result.tokens), now - turn.since, num_sequences
-                )
-        sequence.turn = RoundTurn(now, result.wants_tree, drafted)
+                seconds = now - turn.since
+                self._gate.note_round(turn.asked, len(result.tokens), seconds, num_sequences)
+        sequence.turn = RoundTurn(now, result.drafting, drafted)
 
-    def _foreseen_round(
-        self, sequence: VerifySequence, result: RoundResult, now: float
-    ) -> PendingRound | None:
-        """The next round, where a tree is here for what this one emitted and it may begin.
+    def _may_begin(self, sequence: VerifySequence, result: RoundResult) -> bool:
+        """Whether the next round begins at once, here.
 
-        Not past the sequence's end, nor beside commands that wait, nor for a stream that is gone;
-        and with it no more results may come to be unacknowledged than are kept.
+        Not where a tree is to be waited for, not past the sequence's end, nor beside commands that
+        wait, nor for a stream that is gone; and with it no more results may come to be
+        unacknowledged than are kept.
         """
-        foreseen, sequence.foreseen = sequence.foreseen, None
-        if foreseen is None or foreseen.round != result.round + 1:
-            return None
-        self.num_foreseen += 1
-        tree = foreseen.trees.get(result.tokens)
         stopped = not sequence.sampling.ignore_eos and result.tokens[-1] in sequence.stop_tokens
         room = sequence.max_total_tokens - sequence.committed_len - len(result.tokens)
         waiting = bool(sequence.deferred) or sequence.orphaned_since is not None
         full = len(sequence.results) + 1 >= self._limits.max_unacknowledged
-        if tree is None or stopped or room <= 0 or waiting or full:
-            return None
-        self.num_begun += 1
-        max_depth = min(room - 1, self._limits.max_tree_depth)
-        return PendingRound.of(foreseen.round, tree, max_depth, now)
+        waits = not sequence.runs_on or result.drafting is Drafting.SYNCHRONOUS
+        return not (waits or stopped or room <= 0 or waiting or full)
 
     def _finish_round(self, sequence: VerifySequence, result: RoundResult, now: float) -> Event:
         sequence.tokens += result.tokens
@@ -349,10 +361,11 @@ def _result(
     round_: PendingRound,
     outcome: SequenceOutcome,
     step_seconds: float,
-    wants_tree: bool,
+    drafting: Drafting,
 ) -> RoundResult:
     wants_logprobs = launched.work.sampling.logprobs
     told = launched.sequence.has_told_prompt
+    is_ahead = round_.ahead_from != NOT_AHEAD and round_.tree.num_nodes > 1
     return RoundResult(
         round=round_.round,
         kv_len=launched.sequence.committed_len - 1,
@@ -364,11 +377,25 @@ def _result(
         num_nodes=round_.tree.num_nodes,
         step_seconds=step_seconds,
         queue_seconds=max(0.0, launched.at - round_.since),
-        wants_tree=wants_tree,
+        drafting=drafting,
+        ahead=VerifiedAhead(round_.ahead_from, round_.tree) if is_ahead else None,
         num_cached_tokens=launched.sequence.num_found,
         prompt_logprobs=() if told else tuple(launched.sequence.prompt_logprobs),
         prompt_top_logprobs=() if told else tuple(launched.sequence.prompt_top_logprobs),
     )
+
+
+def _went_as_asked(turn: RoundTurn, *, had_tree: bool, can_ahead: bool) -> bool:
+    """Whether a round tells of the way that was asked for. A tree that was waited for in vain
+    counts; a sequence that never has one does not.
+    """
+    match turn.asked:
+        case Drafting.NONE:
+            return not had_tree
+        case Drafting.SYNCHRONOUS:
+            return had_tree or turn.drafted
+        case Drafting.AHEAD:
+            return can_ahead
 
 
 def _preempted(sequence: VerifySequence) -> Event:
