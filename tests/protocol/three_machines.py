@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,7 @@ class Replica:
     """
 
     kind: str
+    gate: Callable[[], Any] = FickleGate  # verify's
     machine: Any = None
     engine: Any = None
     up: bool = True
@@ -142,7 +143,7 @@ class Replica:
     def crash(self) -> None:
         """The process is started anew and knows nothing."""
         if self.kind == "verify":
-            self.machine = VerifyMachine(VERIFY_LIMITS, gate=FickleGate())
+            self.machine = VerifyMachine(VERIFY_LIMITS, gate=self.gate())
             self.engine = VerifyEngine(VERIFY_LIMITS.num_pages, VERIFY_LIMITS.page_size)
         else:
             self.machine = DraftMachine(DRAFT_LIMITS)
