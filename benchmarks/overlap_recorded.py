@@ -93,8 +93,9 @@ class Recording:
             "ahead_nodes": int(self.ahead.nodes.shape[1]),
             "accepted_of_whole_trees": round(float(np.mean(self.accepted())), 4),
             "accepted_of_trees_ahead_by_tokens_behind": [
-                round(float(np.mean(self.accepted_behind(behind))), 4)
+                round(float(np.mean(accepted)), 4)
                 for behind in range(MOST_BEHIND + 1)
+                if (accepted := self.accepted_behind(behind))
             ],
         }
 
