@@ -64,7 +64,9 @@ class DraftMetrics:
         )
 
         self._ahead = metrics.counter("trees_ahead", "Trees sent for rounds to come")
-        self._ahead_levels = metrics.counter("trees_ahead_levels", "Levels of trees sent for rounds to come")
+        self._ahead_levels = metrics.counter(
+            "trees_ahead_levels", "Levels of trees sent for rounds to come"
+        )
         self._looked_up = RisingCounter(
             metrics.counter("prefix_cache_query_tokens", "Tokens of sequences that were opened")
         )
