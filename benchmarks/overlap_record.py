@@ -2,19 +2,21 @@
 
     python -m benchmarks.overlap_record --out FILE.npz
 
-For `benchmarks.overlap --recorded FILE`: the real head and draft engine grow a tree at every
-position of the answers, once with true features of all that stands before (stem 0), and for each of
-1 to `--stems` tokens once with those last tokens read on the head's own states, as draft-ahead does
-one round behind. A tree depends on nothing else, so whatever round a simulation comes to, this is
-the tree that the head grows there; and what the target picks off its own text is never needed,
-because a node off the text is never accepted. Greedy. Written are, by position and stem:
+For `benchmarks.overlap --recorded FILE`: the real head and draft engine grow two trees at every
+position of the answers, from true features of all that stands before: the one of a round that
+waits for it, and the wider and deeper one that is grown ahead of its round. A tree depends on
+nothing else, so whatever round a simulation comes to, this is the tree that the head grows there;
+and what the target picks off its own text is never needed, because a node off the text is never
+accepted. Greedy. Written are, by position:
 
-    tokens   int32 [answers' tokens]     starts  int32 [answers + 1]     firsts  int32 [answers]
-    nodes    uint16 [P, 1 + stems, N]    parents uint8, scores float16   (scores of unused: -inf)
+    tokens       int32 [answers' tokens]  starts int32 [answers + 1]  firsts int32 [answers]
+    nodes        uint16 [P, N]            parents uint8, scores float16  (scores of unused: -inf)
+    ahead_nodes  uint16 [P, M]            ahead_parents uint8, ahead_scores float16
 
 `firsts`: the first position of each answer that a round may be rooted at; row p of the others is
-the p-th of all positions from `firsts` on, up to `depth` + 2 tokens before each answer's end. The
-text is the answers' own, so keep files of others' texts to yourself. The last line is JSON.
+the p-th of all positions from `firsts` on, up to the deeper tree's depth + 2 tokens before each
+answer's end. The text is the answers' own, so keep files of others' texts to yourself. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,115 +38,132 @@ from benchmarks.answers import (
     read_answers,
     tree_of,
 )
-from benchmarks.overlap_recorded import NO_SCORE, Recording
+from benchmarks.overlap_recorded import NO_SCORE, Recording, Trees
 from benchmarks.serving import print_report
 from common.entry import run_program
 from common.types import DraftTree, TreeShape
-from draft_service.engine import DeviceEngine, EngineConfig
-from draft_service.step import NONE_GUESSED, FeatureArray, SequenceWork
+from draft_service.engine import AheadShape, DeviceEngine, EngineConfig
+from draft_service.step import FeatureArray, SequenceWork
 from draft_service.training.replay import PAGE_SIZE, Answer
 from draft_service.training.target_states import make_target_states
 from models.eagle3 import load_head
 from models.target import load_target
 
-BATCH = 8  # trees of one dispatch
-
 
 class Recorder:
-    """One answer at a time: all its pairs into pages, then a tree for each position and stem."""
+    """One answer at a time: all its pairs into pages, then both trees for each position."""
 
-    def __init__(self, engine: DeviceEngine, num_stems: int) -> None:
-        self._engine, self._num_stems = engine, num_stems
-        self._pages = np.arange(engine.config.pages_per_sequence, dtype=np.int32)
+    def __init__(self, ordinary: DeviceEngine, ahead: DeviceEngine) -> None:
+        self._engines = ordinary, ahead
 
-    def record(self, answer: Answer, rows: FeatureArray) -> list[list[DraftTree]]:
-        """Trees [positions][1 + stems]."""
-        tokens, depth = answer.tokens, self._engine.config.tree.max_depth
-        most = self._engine.config.max_extend_rows
+    def record(self, answer: Answer, rows: FeatureArray, roots: range) -> list[list[DraftTree]]:
+        """[ordinary and ahead][roots]."""
+        return [
+            self._grown(engine, bool(which), answer.tokens, rows, roots)
+            for which, engine in enumerate(self._engines)
+        ]
+
+    def _grown(
+        self, engine: DeviceEngine, ahead: bool, tokens: list[int], rows: FeatureArray, roots: range
+    ) -> list[DraftTree]:
+        most, trees = engine.config.max_extend_rows, list[DraftTree]()
         for first in range(0, len(tokens) - 1, most):
-            until = min(first + most, len(tokens) - 1)
-            self._engine.run([self._work(tokens, rows, first, until, False, 0)])
-        roots = range(len(answer.prompt), len(tokens) - depth - 1)
-        trees: list[list[DraftTree]] = [[] for _ in roots]
-        for stems in ((0,), tuple(range(1, self._num_stems + 1))):
-            wanted = [(root, stem) for root in roots for stem in stems]
-            for start in range(0, len(wanted), BATCH):
-                works = [
-                    self._work(tokens, rows, root - stem - 1, root - stem, True, stem)
-                    for root, stem in wanted[start : start + BATCH]
-                ]
-                for (root, _), outcome in zip(
-                    wanted[start : start + BATCH], self._engine.run(works), strict=True
-                ):
-                    assert outcome.tree is not None
-                    trees[root - roots[0]].append(outcome.tree)
+            engine.run([_work(engine, tokens, rows, first, min(first + most, len(tokens) - 1))])
+        size = engine.config.max_sequences
+        for start in range(0, len(roots), size):
+            works = [
+                # The last pair is fed again, for its output.
+                replace(_work(engine, tokens, rows, root - 1, root), drafts=True, ahead=ahead)
+                for root in roots[start : start + size]
+            ]
+            for outcome in engine.run(works):
+                assert outcome.tree is not None
+                trees.append(outcome.tree)
         return trees
 
-    def _work(
-        self, tokens: list[int], rows: Any, first: int, until: int, drafts: bool, stem: int
-    ) -> SequenceWork:
-        """Pairs [first, until), the last of which is fed again if it drafts, then a stem."""
-        guessed = np.array(tokens[until + 1 : until + 1 + stem], np.int32)
-        return SequenceWork(
-            sequence_id=b"",
-            tokens=np.array(tokens[first + 1 : until + 1], np.int32),
-            features=rows[first:until],
-            kv_len=first,
-            page_ids=self._pages,
-            drafts=drafts,
-            guessed=guessed if stem else NONE_GUESSED,
-        )
+
+def _work(
+    engine: DeviceEngine, tokens: list[int], rows: Any, first: int, until: int
+) -> SequenceWork:
+    """Pairs [first, until)."""
+    return SequenceWork(
+        sequence_id=b"",
+        tokens=np.array(tokens[first + 1 : until + 1], np.int32),
+        features=rows[first:until],
+        kv_len=first,
+        page_ids=np.arange(engine.config.pages_per_sequence, dtype=np.int32),
+        drafts=False,
+    )
+
+
+def packed(trees: Iterable[DraftTree], num_nodes: int) -> Trees:
+    trees = list(trees)
+    size = (len(trees), num_nodes)
+    nodes, parents = np.zeros(size, np.uint16), np.zeros(size, np.uint8)
+    scores = np.full(size, NO_SCORE, np.float16)
+    for place, tree in enumerate(trees):
+        count = tree.num_nodes
+        nodes[place, :count] = tree.tokens
+        parents[place, 1:count] = tree.parents[1:]
+        scores[place, :count] = tree.scores
+    return Trees(nodes, parents, scores)
 
 
 def recording_of(
-    answers: Sequence[Answer], trees: Sequence[list[list[DraftTree]]], shape: TreeShape
+    answers: Sequence[Answer], trees: Sequence[list[list[DraftTree]]], shapes: Sequence[TreeShape]
 ) -> Recording:
-    num_nodes = shape.max_nodes
-    flat = [row for answer in trees for row in answer]
-    size = (len(flat), len(flat[0]), num_nodes)
-    nodes, parents = np.zeros(size, np.uint16), np.zeros(size, np.uint8)
-    scores = np.full(size, NO_SCORE, np.float16)
-    for place, row in enumerate(flat):
-        for stem, tree in enumerate(row):
-            count = tree.num_nodes
-            nodes[place, stem, :count] = tree.tokens
-            parents[place, stem, 1:count] = tree.parents[1:]
-            scores[place, stem, :count] = tree.scores
+    """`trees` [answers][ordinary and ahead][positions], `shapes` of both."""
+    ordinary, ahead = (
+        packed((tree for answer in trees for tree in answer[which]), shape.max_nodes)
+        for which, shape in enumerate(shapes)
+    )
     return Recording(
-        depth=shape.max_depth,
+        depth=shapes[0].max_depth,
+        ahead_depth=shapes[1].max_depth,
         tokens=np.concatenate([np.array(answer.tokens, np.int32) for answer in answers]),
         starts=np.cumsum([0, *(len(answer.tokens) for answer in answers)]).astype(np.int32),
         firsts=np.array([len(answer.prompt) for answer in answers], np.int32),
-        nodes=nodes, parents=parents, scores=scores,
-    )  # fmt: skip
+        ordinary=ordinary,
+        ahead=ahead,
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     model, head_path = model_with_head(arguments)
     shape = tree_of(arguments)
+    deep = TreeShape(
+        max_depth=arguments.ahead_depth, top_k=arguments.ahead_top_k,
+        max_nodes=arguments.ahead_nodes,
+    )  # fmt: skip
+    beyond = max(shape.max_depth, deep.max_depth) + 1
     answers = [
         answer
         for answer in read_answers(arguments.answers, arguments.limit)
-        if len(answer.response) > shape.max_depth + 1
+        if len(answer.response) > beyond
     ]
     head, params = load_head(head_path, model)
     target, target_params = load_target(model, boundaries=head.boundaries)
-    context = max(len(answer.tokens) for answer in answers) + shape.max_depth + 2
+    context = max(len(answer.tokens) for answer in answers) + beyond
     config = EngineConfig(
         num_pages=-(-context // PAGE_SIZE), page_size=PAGE_SIZE, max_context_len=context,
-        tree=shape, max_guessed=arguments.stems, max_outcomes=BATCH, max_sequences=BATCH,
-        max_draft_rows=1,
+        tree=shape, max_sequences=8, max_draft_rows=1,
     )  # fmt: skip
-    engine = DeviceEngine(head, params, config)
-    states, recorder = make_target_states(target, target_params), Recorder(engine, arguments.stems)
+    ahead = AheadShape(
+        max_depth=deep.max_depth,
+        max_nodes=deep.max_nodes,
+        top_k=deep.top_k,
+        max_rows=2 * arguments.ahead_width,
+    )
+    wide = replace(config, ahead=ahead, max_sequences=2)
+    recorder = Recorder(DeviceEngine(head, params, config), DeviceEngine(head, params, wide))
+    states = make_target_states(target, target_params)
     trees, begun = [], time.monotonic()
     for number, answer in enumerate(answers, 1):
-        trees.append(recorder.record(answer, features_of(states, answer, head.dtype)))
+        roots = range(len(answer.prompt), len(answer.tokens) - beyond)
+        trees.append(recorder.record(answer, features_of(states, answer, head.dtype), roots))
         seconds = time.monotonic() - begun
-        print(
-            f"{number} of {len(answers)}: {len(trees[-1])} positions, {seconds:.0f} s", flush=True
-        )
-    recording = recording_of(answers, trees, shape)
+        print(f"{number} of {len(answers)}: {len(roots)} positions, {seconds:.0f} s", flush=True)
+    recording = recording_of(answers, trees, (shape, deep))
     recording.save(arguments.out)
     result = {
         "benchmark": "overlap_record",
@@ -154,9 +174,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = answers_parser(__doc__, max_depth=6, max_nodes=48)
+    parser = answers_parser(__doc__, max_depth=6, max_nodes=40)
     parser.add_argument("--out", type=Path, required=True, help="the .npz to write")
-    parser.add_argument("--stems", type=int, default=4, help="longest stem [%(default)s]")
+    for name, value, what in (
+        ("width", 32, "nodes of a level that the head runs on, of a tree ahead"),
+        ("depth", 10, "of a tree ahead"),
+        ("top-k", 8, "children of its nodes below the root"),
+        ("nodes", 128, "of a tree ahead"),
+    ):
+        parser.add_argument(
+            f"--ahead-{name}", type=int, default=value, help=f"{what} [%(default)s]"
+        )
     return parser.parse_args(argv)
 
 

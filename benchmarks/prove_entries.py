@@ -71,7 +71,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "draft_service/feature_words.py",
         "draft_service/scoring.py",
         "draft_service/shared_noise.py",
-        "draft_service/stem.py",
+        "draft_service/sizes.py",
     ),
 }
 """Kind of entry -> the files whose code is in what it compiles, or makes the call."""

@@ -19,6 +19,7 @@ from benchmarks.aot import WHOLE, Argument
 from benchmarks.programs import Call
 from common.types import TreeShape
 from draft_service.batch import Bucket as DraftBucket
+from draft_service.engine import AheadShape
 from draft_service.engine import DeviceEngine as DraftEngine
 from draft_service.engine import EngineConfig as DraftConfig
 from draft_service.feature_words import num_words
@@ -343,9 +344,11 @@ def head_of(target: TargetConfig) -> HeadConfig:
     )
 
 
-def draft(served: Served, chip: Chip, mesh: Mesh | None = None) -> Step:
-    """The draft engine's drafting step: up to eight new pairs a sequence, six depths, the tree;
-    split over `mesh` if it is there.
+def draft(
+    served: Served, chip: Chip, mesh: Mesh | None = None, *, ahead: AheadShape | None = None
+) -> Step:
+    """The draft engine's drafting step: up to eight new pairs a sequence, all depths, the tree;
+    split over `mesh` if it is there; of trees `ahead` if they are asked for.
     """
     head = head_of(dataclasses.replace(served.target, num_shards=1))
     head = head.with_shards(mesh.size) if mesh else head
@@ -354,6 +357,7 @@ def draft(served: Served, chip: Chip, mesh: Mesh | None = None) -> Step:
         page_size=served.page_size,
         max_context_len=8192,
         tree=TreeShape(max_nodes=served.nodes),
+        ahead=ahead,
         max_sequences=served.sequences,
         min_rows=8,
         backend=Backend.PALLAS,
@@ -363,7 +367,8 @@ def draft(served: Served, chip: Chip, mesh: Mesh | None = None) -> Step:
     engine.head, engine.config = head, config
     engine._feature_dtype = np.dtype(BF16)
     engine._feature_words = num_words(head.feature_size, BF16)
-    bucket = DraftBucket(served.sequences, served.sequences * config.max_draft_rows, True)
+    rows = served.sequences * config.max_draft_rows
+    bucket = DraftBucket(served.sequences, rows, True, ahead=ahead is not None)
     local = {path: tuple(leaf.shape) for path, leaf in flatten(head_shapes(head))}
     local[("embedding",)] = (head.local_target_vocab_size, head.hidden_size)
     local[("lm_head_turned",)] = (head.hidden_size, head.local_draft_vocab_size)

@@ -16,11 +16,14 @@ from common.errors import StartupError
 from common.group.leader import Leader
 from common.log import get_logger
 from common.tensors import FeatureDtype
+from common.types import TreeShape
 from draft_service.config import DraftConfig
-from draft_service.engine import DeviceEngine, EngineConfig
+from draft_service.engine import AheadShape, DeviceEngine, EngineConfig
 from draft_service.info import DraftInfo
 from draft_service.int8 import quantise
+from draft_service.levels import LevelSeconds
 from draft_service.limits import DraftLimits
+from draft_service.sizes import MAX_WIDTH
 from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
 from models.checkpoint import open_checkpoint
@@ -48,8 +51,7 @@ def assemble(config: DraftConfig, group: Leader | None) -> Assembly:
     if group is not None:
         group.await_ready(facts_of(config, engine, identity))
     engine.run_each_once()
-    level_seconds = _level_seconds(config, engine)
-    return Assembly(engine, _limits(config, engine, level_seconds), _info(config, engine, identity))
+    return Assembly(engine, _limits(config, engine), _info(config, engine, identity))
 
 
 def facts_of(config: DraftConfig, engine: DeviceEngine, identity: Identity) -> dict[str, Any]:
@@ -138,10 +140,9 @@ def _engine(
                 num_pages=config.num_pages,
                 page_size=config.page_size_tokens,
                 max_context_len=config.max_context_tokens,
-                tree=config.grown_tree,
+                tree=config.tree,
                 fused_features=config.features == "fused",
-                max_guessed=config.max_depth if config.draft_ahead else 0,
-                max_outcomes=config.draft_ahead,
+                ahead=_ahead(config) if config.draft_ahead else None,
                 max_sequences=config.max_step_sequences,
                 max_draft_rows=config.max_draft_tokens,
                 max_extend_rows=config.max_extend_tokens,
@@ -156,20 +157,36 @@ def _engine(
         raise StartupError(str(error)) from error
 
 
-def _level_seconds(config: DraftConfig, engine: DeviceEngine) -> tuple[tuple[int, float], ...]:
+def _ahead(config: DraftConfig) -> AheadShape:
+    return AheadShape(
+        max_depth=config.ahead_depth,
+        max_nodes=config.ahead_nodes,
+        top_k=config.ahead_top_k,
+        max_rows=config.ahead_rows,
+    )
+
+
+def _level_seconds(config: DraftConfig, engine: DeviceEngine, *, ahead: bool) -> LevelSeconds:
     if config.levels == "all":
         return ()
-    found = engine.measure_levels()
+    found = engine.measure_levels(ahead)
     for num_sequences, seconds in found:
-        _logger.info("level time", num_sequences=num_sequences, seconds=round(seconds, 6))
+        _logger.info(
+            "level time", num_sequences=num_sequences, seconds=round(seconds, 6), ahead=ahead
+        )
     return found
 
 
-def _limits(
-    config: DraftConfig, engine: DeviceEngine, level_seconds: tuple[tuple[int, float], ...]
-) -> DraftLimits:
+def _limits(config: DraftConfig, engine: DeviceEngine) -> DraftLimits:
+    ahead = None
+    if config.draft_ahead:
+        ahead = TreeShape(
+            max_depth=config.ahead_depth, top_k=MAX_WIDTH, max_nodes=config.ahead_nodes
+        )
     return DraftLimits(
-        level_seconds=level_seconds,
+        level_seconds=_level_seconds(config, engine, ahead=False),
+        ahead=ahead,
+        ahead_level_seconds=_level_seconds(config, engine, ahead=True),
         vocab_size=engine.head.target_vocab_size,
         feature_size=engine.row_width,
         max_context_len=config.max_context_tokens,
@@ -181,7 +198,6 @@ def _limits(
         max_draft_rows=config.max_draft_tokens,
         max_extend_rows=config.max_extend_tokens,
         shared_noise=config.shared_noise,
-        max_outcomes=config.draft_ahead,
         recent_rows=config.recent_feature_rows,
         max_waiting_bytes=config.feature_memory_bytes,
         prefix_cache=config.prefix_cache,
@@ -202,5 +218,5 @@ def _info(config: DraftConfig, engine: DeviceEngine, identity: Identity) -> Draf
         max_context_len=config.max_context_tokens,
         max_tree=config.tree,
         max_sequences=config.max_sequences,
-        max_outcomes=config.draft_ahead,
+        draft_ahead=config.draft_ahead,
     )

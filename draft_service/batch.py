@@ -1,7 +1,6 @@
 """A step's works laid out for the device: flattened pairs, padded here and nowhere else.
 
-R rows (all works' pairs one behind the other), B slots of sequences, P pages of a sequence, S
-guessed tokens.
+R rows (all works' pairs one behind the other), B slots of sequences, P pages of a sequence.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class Bucket:
     num_sequences: int  # B
     num_rows: int  # R
     drafts: bool
-    num_guessed: int = 0  # S: tokens without features that a tree may stand on
+    ahead: bool = False  # drafts trees of `EngineConfig.ahead`
 
     def packing(self, pages_per_sequence: int, num_last_rows: int, feature_words: int) -> Packing:
         """The step's one transfer. `num_last_rows`: B, or more on TPU; `feature_words`: of a row
         (draft_service/feature_words.py).
         """
-        b, r, s = self.num_sequences, self.num_rows, self.num_guessed
+        b, r = self.num_sequences, self.num_rows
         return Packing(
             Field("tokens", (r,)),
             Field("positions", (r,)),  # place of the pair in its sequence's KV
@@ -44,8 +43,6 @@ class Bucket:
             Field("kv_lens", (b,)),
             Field("last_rows", (num_last_rows,)),
             Field("page_table", (b, pages_per_sequence)),
-            Field("guessed", (b, s)),
-            Field("num_guessed", (b,)),
             Field("seed_lo", (b,), "uint32"),
             Field("seed_hi", (b,), "uint32"),
             Field("temperature", (b,), "float32"),
@@ -78,15 +75,13 @@ def pack(works: Sequence[SequenceWork], packing: Packing, bucket: Bucket) -> Int
         v["starts"][slot + 1] = row
         if bucket.drafts:
             v["last_rows"][slot] = row - 1
-        v["guessed"][slot, : work.guessed.size] = work.guessed
-        v["num_guessed"][slot] = work.guessed.size
         v["max_levels"][slot] = work.max_levels
         v["least_reach"][slot] = work.least_reach
         if work.noise is not None:
             v["seed_lo"][slot] = work.noise.seed & 0xFFFFFFFF
             v["seed_hi"][slot] = work.noise.seed >> 32
             v["temperature"][slot] = work.noise.temperature
-            v["pick_positions"][slot] = work.noise.pick_position + work.guessed.size
+            v["pick_positions"][slot] = work.noise.pick_position
     v["starts"][len(works) + 1 :] = row
     v["num_live"][:] = (len(works), row)
     copies = [work.page_copy for work in works if work.page_copy is not None]

@@ -48,6 +48,11 @@ def check_extend(command: Extend, sequence: DraftSequence, limits: DraftLimits) 
         raise wrong(f"round: {command.round} is past; {sequence.next_round} is the next")
     if command.base_len != sequence.committed_len:
         raise wrong(f"base_len: {command.base_len} sent, {sequence.committed_len} expected")
+    if command.ahead and limits.ahead is None:
+        message = (
+            "ahead: this service grows no trees ahead; start it with --draft-ahead, or wish without"
+        )
+        raise _invalid(message, sequence, command.round)
     total = command.base_len + len(command.tokens)
     if total > sequence.max_total_tokens:
         raise wrong(f"tokens: {total} in all, beyond max_total_tokens {sequence.max_total_tokens}")

@@ -22,7 +22,7 @@ from common.tensors import FeatureDtype, FeaturePiece, join_piece
 from common.tracing import Trace
 from common.types import DraftTree, FeatureRows, TreeShape
 from draft_service.commands import Attach, Close, Command, Extend, Open, Rollback
-from draft_service.events import Closed, Event, Evicted, Failed, Foreseen, StateReport, TreeReady
+from draft_service.events import Closed, Event, Evicted, Failed, StateReport, TreeReady
 from draft_service.info import PROTOCOL_VERSION, DraftInfo
 
 
@@ -58,7 +58,7 @@ def encode_info(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
             max_depth=tree.max_depth, top_k=tree.top_k, max_nodes=tree.max_nodes
         ),
         max_sequences=info.max_sequences,
-        max_outcomes=info.max_outcomes,
+        draft_ahead=info.draft_ahead,
     )
 
 
@@ -103,8 +103,8 @@ def _command(message: draft_pb2.DraftCommand, shape: TreeShape) -> Command:
                 base_len=body.base_len,
                 tokens=tuple(body.tokens),
                 tree=_shape(body.tree, shape) if body.HasField("tree") else None,
-                max_outcomes=body.max_outcomes,
-                begun=body.begun,
+                ahead=body.ahead,
+                verified_ahead=body.verified_ahead if body.HasField("verified_ahead") else None,
             )
         case "rollback":
             cut = message.rollback
@@ -130,17 +130,6 @@ def _event(event: Event) -> draft_pb2.DraftEvent:
             message.state.CopyFrom(encode_state(event.state))
         case TreeReady():
             message.tree.CopyFrom(_tree(event))
-        case Foreseen():
-            message.foreseen.CopyFrom(
-                draft_pb2.DraftForeseen(
-                    round=event.round,
-                    outcomes=[
-                        types_pb2.ForeseenTree(tokens=tokens, tree=_wire_tree(tree))
-                        for tokens, tree in event.outcomes.items()
-                    ],
-                    step_seconds=event.step_seconds,
-                )
-            )
         case Failed():
             message.error.CopyFrom(encode_error(event))
         case Evicted():

@@ -41,17 +41,17 @@ class Attach(BaseCommand):
 class Extend(BaseCommand):
     """Newly committed tokens (perhaps none) and a wish for the tree of `round`.
 
-    `base_len`: committed tokens before these. `tree` None: the shape of Open. `max_outcomes`: of
-    this round, for which trees are wished next. `begun`: verify has the tree that was foreseen for
-    these tokens; none is awaited.
+    `base_len`: committed tokens before these. `tree` None: the shape of Open. `ahead`: nobody waits
+    for the tree, which is for rounds to come. `verified_ahead`: position of the root of the tree
+    ahead that the round before came from; None: it was the root alone, or another tree.
     """
 
     round: int
     base_len: int
     tokens: tuple[int, ...]
     tree: TreeShape | None = None
-    max_outcomes: int = 0
-    begun: bool = False
+    ahead: bool = False
+    verified_ahead: int | None = None
 
 
 Command: TypeAlias = Open | Attach | Extend | Rollback | Close

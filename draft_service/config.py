@@ -11,9 +11,6 @@ from common.config import IntList
 from common.device_config import DeviceConfig
 from common.types import TreeShape
 
-SPARE_NODES = 3
-"""Nodes grown beyond those sent, for each outcome: some hang on others that are not sent."""
-
 _TREE = TreeShape()
 
 
@@ -73,12 +70,23 @@ class DraftConfig(DeviceConfig):
     shared_noise: bool = Field(
         True, description="Order candidates with the noise that the target samples with."
     )
-    draft_ahead: int = Field(
-        0,
-        ge=0,
-        le=32,
-        description="Outcomes of a round to grow trees for while verify runs it; 0: none.",
+    draft_ahead: bool = Field(
+        False,
+        description="Grow trees for rounds to come where verify wishes so: they are wider and"
+        " deeper, and no round waits for them.",
     )
+    ahead_rows: int = Field(
+        64,
+        ge=1,
+        le=4096,
+        description="Nodes of a level of trees ahead, of all sequences of a step together: as many"
+        " as cost the device little more than a few. A sequence has top_k to 32.",
+    )
+    ahead_depth: int = Field(8, ge=1, le=16, description="Levels of a tree ahead, at most.")
+    ahead_top_k: int = Field(
+        8, ge=1, le=32, description="Children of a node of a tree ahead, below its root."
+    )
+    ahead_nodes: int = Field(128, ge=2, le=256, description="Nodes of a tree ahead, with the root.")
     page_size_tokens: int = Field(16, ge=1, le=1024, description="Tokens of a KV page.")
     kv_pool_tokens: int = Field(
         32768, ge=16, description="Tokens that all KV pages together hold, rounded up to pages."
@@ -130,17 +138,6 @@ class DraftConfig(DeviceConfig):
     @property
     def target_directory(self) -> Path:
         return self.head if self.target is None else self.target
-
-    @property
-    def grown_tree(self) -> TreeShape:
-        """What is grown: beyond the tree that is sent, nodes for the outcomes that it may have. No
-        further level: all that wait for a tree would wait for it.
-        """
-        if not self.draft_ahead:
-            return self.tree
-        pool = self.top_k + (self.max_depth - 1) * self.top_k**2 + 1
-        nodes = min(self.max_nodes + SPARE_NODES * self.draft_ahead, pool)
-        return TreeShape(max_depth=self.max_depth, top_k=self.top_k, max_nodes=nodes)
 
     @property
     def tree(self) -> TreeShape:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,18 +23,17 @@ from jax.sharding import Mesh, NamedSharding
 from common.group.leader import Leader, in_step
 from common.group.wire import Array
 from common.log import get_logger
-from common.types import TreeShape
 from draft_service.batch import Bucket, pack, unpack_tree
 from draft_service.expand import Growth, Prefix, expand
 from draft_service.feature_words import num_words, take_rows
 from draft_service.int8 import reading_int8
 from draft_service.scoring import lay_out, score
 from draft_service.shared_noise import SharedNoise
-from draft_service.stem import run_stem
+from draft_service.sizes import AheadShape as AheadShape
+from draft_service.sizes import EngineConfig as EngineConfig
 from draft_service.step import SequenceOutcome, SequenceWork
 from kernels.backend import Backend
 from kernels.build_tree.types import BuiltTree
-from kernels.chips import Chip
 from kernels.kv_commit.api import kv_commit
 from kernels.kv_layout import copy_pages, pages_bytes, pages_shape
 from kernels.tree_attention.api import tree_attention
@@ -54,67 +52,6 @@ COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
 }
 """By platform. Without its analysis of regions XLA does not see on the CPU that attention has read
 the pages before their new rows are written, and copies all of them in every step."""
-
-EXTEND_ROWS = (32, 128, 512, 2048)
-"""Row buckets of steps that only extend, up to max_extend_rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Sizes of an engine; counts of pairs unless the name says otherwise."""
-
-    num_pages: int
-    page_size: int
-    max_context_len: int  # of one sequence
-    tree: TreeShape = field(default_factory=TreeShape)
-    max_sequences: int = 8  # in one step
-    max_draft_rows: int = 8  # of one sequence, in a step that drafts
-    max_extend_rows: int = 512  # in a step that only extends
-    fused_features: bool = False  # rows come fused, as `head_fuse` would give them
-    max_guessed: int = 0  # tokens without features that a tree may stand on; 0: no such programs
-    max_outcomes: int = 0  # trees on guessed tokens that one sequence asks for at a time
-    min_rows: int = 1  # 8 on TPU: one-row matrix products take another, slower path there
-    backend: Backend = Backend.XLA
-    chip: Chip | None = None
-
-    @property
-    def pages_per_sequence(self) -> int:
-        return -(-self.max_context_len // self.page_size)
-
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Every bucket that a step may take, smallest first within each kind."""
-        sizes, size = [self.max_sequences], 1
-        while size < self.max_sequences:
-            sizes.append(size)
-            size *= 2
-        drafting = [Bucket(b, b * self.max_draft_rows, True) for b in sorted(sizes)]
-        if self.max_guessed:
-            least = min(self.max_outcomes, self.max_sequences)  # they come together
-            drafting += [
-                replace(bucket, num_guessed=self.max_guessed)
-                for bucket in drafting
-                if bucket.num_sequences >= least
-            ]
-        rows = sorted({min(r, self.max_extend_rows) for r in EXTEND_ROWS})
-        return (*drafting, *(Bucket(self.max_sequences, r, False) for r in rows))
-
-    def validate(self, head: HeadConfig) -> None:
-        """Raises ValueError naming field, value and limit."""
-        shape = self.tree
-        if not 1 <= shape.top_k <= head.draft_vocab_size:
-            raise ValueError(
-                f"top_k: {shape.top_k} is outside [1, {head.draft_vocab_size}],"
-                " the draft vocabulary"
-            )
-        if shape.max_depth < 1:
-            raise ValueError(f"max_depth: {shape.max_depth} is below 1")
-        if shape.max_nodes < 2:
-            raise ValueError(f"max_nodes: {shape.max_nodes} is below 2, the root and one child")
-        if self.min_rows > shape.top_k:
-            raise ValueError(
-                f"top_k: {shape.top_k} is below {self.min_rows}, the fewest rows that this device"
-                " multiplies well; raise it"
-            )
 
 
 class DeviceEngine:
@@ -172,19 +109,18 @@ class DeviceEngine:
         for bucket in self._buckets:
             self._launch(bucket, [])
 
-    def measure_levels(self) -> tuple[tuple[int, float], ...]:
-        """Seconds of one further level, by the sequences of a step, rising. To be called before
-        anybody owns a page: the made-up pairs are written to the first ones.
+    def measure_levels(self, ahead: bool = False) -> tuple[tuple[int, float], ...]:
+        """Seconds of one further level, by the sequences of a step, rising; `ahead`: of trees that
+        are grown ahead. To be called before anybody owns a page: the made-up pairs are written to
+        the first ones.
         """
         found = []
         for bucket in self._buckets:
-            levels = self.config.tree.max_depth - 1
-            if not bucket.drafts or bucket.num_guessed or not levels:
+            depth = self.config.growth(bucket)[0].max_depth
+            if not bucket.drafts or bucket.ahead != ahead or depth == 1:
                 continue
-            shallow, deep = (
-                self._fastest(bucket, max_levels) for max_levels in (1, self.config.tree.max_depth)
-            )
-            found.append((bucket.num_sequences, max(0.0, deep - shallow) / levels))
+            shallow, deep = (self._fastest(bucket, max_levels) for max_levels in (1, depth))
+            found.append((bucket.num_sequences, max(0.0, deep - shallow) / (depth - 1)))
         return tuple(found)
 
     def _fastest(self, bucket: Bucket, max_levels: int) -> float:
@@ -194,7 +130,8 @@ class DeviceEngine:
             SequenceWork(
                 sequence_id=b"", tokens=np.zeros(1, np.int32),
                 features=np.zeros((1, self.row_width), self._feature_dtype),
-                kv_len=0, page_ids=np.array([page], np.int32), drafts=True, max_levels=max_levels,
+                kv_len=0, page_ids=np.array([page], np.int32), drafts=True, ahead=bucket.ahead,
+                max_levels=max_levels,
             )
             for page in range(count)
         ]  # fmt: skip
@@ -213,7 +150,7 @@ class DeviceEngine:
         packed = self._launch(bucket, works)
         if not bucket.drafts:
             return [SequenceOutcome(tree=None) for _ in works]
-        num_nodes = self.config.tree.max_nodes
+        num_nodes = self.config.growth(bucket)[0].max_nodes
         return [SequenceOutcome(tree=unpack_tree(packed[i], num_nodes)) for i in range(len(works))]
 
     def _launch(self, bucket: Bucket, works: Sequence[SequenceWork]) -> Any:
@@ -250,23 +187,23 @@ class DeviceEngine:
 
     def _bucket_for(self, works: Sequence[SequenceWork]) -> Bucket:
         """The smallest bucket that holds the works. Raises ValueError naming what is too large."""
-        config, drafts = self.config, works[0].drafts
+        config, drafts, ahead = self.config, works[0].drafts, works[0].ahead
+        if ahead and config.ahead is None:
+            raise ValueError("ahead: this engine has no programs for trees ahead")
         for work in works:
             work.validate(self.head.target_vocab_size, self.row_width, config.page_size)
             if work.drafts != drafts:
                 raise ValueError("drafts: a step drafts for all its works or for none")
+            if work.ahead != ahead:
+                raise ValueError("ahead: all trees of a step are ahead, or none")
             if work.page_ids.size > config.pages_per_sequence:
                 raise ValueError(
                     f"page_ids: {work.page_ids.size}; at most {config.pages_per_sequence}"
                 )
         num_rows = sum(work.num_rows for work in works)
-        num_guessed = max(int(work.guessed.size) for work in works)
-        if num_guessed > config.max_guessed:
-            raise ValueError(f"guessed: {num_guessed} tokens; at most {config.max_guessed}")
         for bucket in self._buckets:
             fits = bucket.num_rows >= num_rows and bucket.num_sequences >= len(works)
-            fits = fits and bool(bucket.num_guessed) == bool(num_guessed)
-            if bucket.drafts == drafts and fits:
+            if (bucket.drafts, bucket.ahead) == (drafts, ahead) and fits:
                 return bucket
         raise ValueError(
             f"works: {len(works)} sequences, {num_rows} rows in a step; at most"
@@ -277,10 +214,13 @@ class DeviceEngine:
     def _program(self, bucket: Bucket) -> Any:
         if bucket in self._programs:
             return self._programs[bucket]
-        sizes = {"sequences": bucket.num_sequences, "rows": bucket.num_rows}
+        sizes = {
+            "sequences": bucket.num_sequences, "rows": bucket.num_rows,
+            "drafts": bucket.drafts, "ahead": bucket.ahead,
+        }  # fmt: skip
         if self._warm:
             self.compiles_after_warm_up += 1
-            _logger.warning("compile after warm-up", drafts=bucket.drafts, **sizes)
+            _logger.warning("compile after warm-up", **sizes)
         begun = time.monotonic()
         buffer = np.zeros(self._packing(bucket).size, np.int32)
         inputs = parameter_specs(self._params), PAGES_SPEC, WHOLE_SPEC
@@ -290,13 +230,14 @@ class DeviceEngine:
             lowered = step.lower(self._params, self._pages, buffer)
             program = lowered.compile(COMPILER_OPTIONS.get(jax.default_backend()))
         seconds = round(time.monotonic() - begun, 2)
-        _logger.info("compiled", drafts=bucket.drafts, seconds=seconds, **sizes)
+        _logger.info("compiled", seconds=seconds, **sizes)
         self._programs[bucket] = program
         return program
 
     def _make_step(self, bucket: Bucket) -> Callable[..., Any]:
         """(params, pages, buffer) -> (pages, packed trees int32 [B, 3N + 1])."""
         packing = self._packing(bucket)
+        shape, width = self.config.growth(bucket)
 
         def step(params: Params, pages: jax.Array, buffer: jax.Array) -> Any:
             x = {field.name: buffer[span].reshape(field.shape) for field, span in packing.spans()}
@@ -305,27 +246,18 @@ class DeviceEngine:
             if not bucket.drafts:
                 return pages, jnp.zeros((bucket.num_sequences, 0), jnp.int32)
             last = outs[x["last_rows"]]
-            logits = score(self.head, params, last)  # not used where tokens are guessed: left out
+            logits = score(self.head, params, last)
             kv_lens = x["kv_lens"] + x["starts"][1:] - x["starts"][:-1]
             slots = bucket.num_sequences
             prefix = Prefix(pages, x["page_table"], kv_lens, x["num_live"][0])
             states, logits = last[:slots], logits[:slots]
-            roots, stem = x["tokens"][x["last_rows"][:slots]], None
-            if bucket.num_guessed:
-                states, stem = run_stem(
-                    *(self.head, params, prefix, states, x["guessed"], x["num_guessed"]),
-                    backend=self.config.backend,
-                    chip=self.config.chip,
-                )
-                logits = score(self.head, params, states)
-                ends = jnp.maximum(x["num_guessed"] - 1, 0)
-                roots = jnp.take_along_axis(x["guessed"], ends[:, None], axis=1)[:, 0]
+            roots = x["tokens"][x["last_rows"][:slots]]
             tree = expand(
                 *(self.head, params, prefix, states, logits, roots),
-                shape=self.config.tree,
+                shape=shape,
+                width=width,
                 backend=self.config.backend,
                 chip=self.config.chip,
-                stem=stem,
                 noise=_noise(x),
                 growth=Growth(x["max_levels"], _as_float(x["least_reach"])),
             )

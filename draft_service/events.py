@@ -20,7 +20,7 @@ from common.types import DraftTree
 class GrownTree:
     """The tree of a round, within the shape asked for; kept until it is acknowledged or superseded.
 
-    `committed_len`: tokens with the root, which is the last of them.
+    `committed_len`: tokens with the root, which is the last of them. `ahead`: nobody waited for it.
     """
 
     round: int
@@ -28,6 +28,7 @@ class GrownTree:
     tree: DraftTree
     step_seconds: float = 0.0
     queue_seconds: float = 0.0
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +37,8 @@ class TreeReady(BaseEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreseen(BaseEvent):
-    """Trees of `round` by what the round before it may emit."""
-
-    round: int
-    outcomes: dict[tuple[int, ...], DraftTree]
-    step_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evicted(BaseEvent):
     """Put out for want of pages or memory; open it again to go on drafting."""
 
 
-Event: TypeAlias = StateReport | TreeReady | Foreseen | Failed | Evicted | Closed
+Event: TypeAlias = StateReport | TreeReady | Failed | Evicted | Closed

@@ -1,16 +1,17 @@
 """The dynamic tree on the device: all depths of a draft, as part of one program.
 
-Per sequence: the head's output at the last true pair proposes `top_k` children of the root; these
+Per sequence: the head's output at the last true pair proposes `width` children of the root; these
 are the first frontier. Then, once per further depth, the head runs on the frontier (each node's
 token with its parent's output state) under ancestor bits; every node proposes `top_k` children
-scored parent + log-softmax; the best `top_k` of them all are the next frontier, and all are
-candidates.
+scored parent + log-softmax; the best `width` of them all are the next frontier, and all are
+candidates. A tree for the next round is as wide as `top_k`; one grown ahead of its round is wider,
+since its root is several tokens behind where it is used.
 
 Levels are grown one after the other while the sequences want more and the frontier is likely
 enough to be reached (draft_service/levels.py); what was not grown is no candidate.
 
 What the head computes for tree nodes lives in this program alone: it never enters the pages.
-Axes: B sequences, K top_k, C candidates, H hidden.
+Axes: B sequences, F width of the frontier, K top_k, C candidates, H hidden.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jax import lax
 from common.types import TreeShape
 from draft_service.scoring import best_tokens, own_targets, score
 from draft_service.shared_noise import SharedNoise, with_noise
+from draft_service.sizes import ancestor_words, num_tree_rows
 from kernels.backend import Backend
 from kernels.build_tree.api import build_tree
 from kernels.build_tree.types import BuiltTree
@@ -43,16 +45,6 @@ class Prefix(NamedTuple):
     num_live: jax.Array
 
 
-class Stem(NamedTuple):
-    """Guessed tokens between the committed pairs and the tree, read on the head's own states.
-
-    rows [L, B, S, kv_heads, 2·head_dim]; lens int32 [B], at most S: rows beyond mean nothing.
-    """
-
-    rows: jax.Array
-    lens: jax.Array
-
-
 class Growth(NamedTuple):
     """How far to grow. max_levels int32 [B]: levels that a sequence wants, at least 1; the step
     grows what any of them wants. least_reach float32 [B]: chances of the frontier; no further level
@@ -66,8 +58,8 @@ class Growth(NamedTuple):
 class Frontier(NamedTuple):
     """The nodes to expand next.
 
-    tokens int32 [B, K], target ids; scores float32 [B, K]; pool_index int32 [B, K]; states [B, K,
-    H] of their parents; bits uint32 [B, K, W]: rows of the tree that each sees, itself included.
+    tokens int32 [B, F], target ids; scores float32 [B, F]; pool_index int32 [B, F]; states [B, F,
+    H] of their parents; bits uint32 [B, F, W]: rows of the tree that each sees, itself included.
     """
 
     tokens: jax.Array
@@ -78,8 +70,8 @@ class Frontier(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What one level hands to the next. rows [L, B, S + (D-1)·K, kv_heads, 2·head_dim]: the stem's,
-    then of the tree's nodes so far, level after level; zero beyond.
+    """What one level hands to the next. rows [L, B, (D-1)·F, kv_heads, 2·head_dim]: of the tree's
+    nodes so far, level after level; zero beyond.
     """
 
     frontier: Frontier
@@ -95,7 +87,7 @@ class Place(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """A level's children. scores float32, parents and tokens int32; [B, K²]."""
+    """A level's children. scores float32, parents and tokens int32; [B, F·K]."""
 
     scores: jax.Array
     parents: jax.Array
@@ -104,17 +96,12 @@ class Candidates(NamedTuple):
 
 class Grown(NamedTuple):
     """Where growing stands: the next level from 1, what it starts from, and the children of all
-    levels, [D-1, B, K²].
+    levels, [D-1, B, F·K].
     """
 
     level: jax.Array
     carry: Level
     below: Candidates
-
-
-def pool_size(shape: TreeShape) -> int:
-    """C: candidates of a whole draft."""
-    return shape.top_k + (shape.max_depth - 1) * shape.top_k**2
 
 
 def expand(
@@ -126,52 +113,39 @@ def expand(
     root_tokens: jax.Array,
     *,
     shape: TreeShape,
+    width: int | None = None,
     backend: Backend,
     chip: Chip | None,
-    stem: Stem | None = None,
     noise: SharedNoise | None = None,
     growth: Growth | None = None,
 ) -> BuiltTree:
     """B trees of up to shape.max_nodes nodes; `growth`: None for shape.max_depth levels.
 
-    last_states [B, H] and last_logits float32 [B, draft vocabulary]: of each sequence's last pair,
-    or the end of its stem; root_tokens int32 [B]; `noise`: that the target will pick with. Slots at
-    num_live and beyond give trees that mean nothing.
+    `width`: at least top_k, children of the root and nodes expanded per level; None: top_k.
+    last_states [B, H] and last_logits float32 [B, draft vocabulary]: of each sequence's last pair;
+    root_tokens int32 [B]; `noise`: that the target will pick with. Slots at num_live and beyond
+    give trees that mean nothing.
     """
     batch, k = last_states.shape[0], shape.top_k
-    num_stem = 0 if stem is None else stem.rows.shape[2]
-    # The stem's, and what the head runs on: all levels but the deepest.
-    num_rows = num_stem + max(1, shape.max_depth - 1) * k
-    num_words = -(-num_rows // 32)
+    f = k if width is None else width
+    num_rows, words = num_tree_rows(shape, f), ancestor_words(shape, f)
     last_logits = with_noise(last_logits, own_targets(config, params), noise, 0)
-    scores, tokens = best_tokens(config, params, last_logits, k)
+    scores, tokens = best_tokens(config, params, last_logits, f)
     frontier = Frontier(
         tokens=tokens,
         scores=scores,
-        pool_index=jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k)),
-        states=jnp.broadcast_to(last_states[:, None], (batch, k, last_states.shape[1])),
-        bits=jnp.broadcast_to(_own_bits(num_stem, k, num_words), (batch, k, num_words)),
+        pool_index=jnp.broadcast_to(jnp.arange(f, dtype=jnp.int32), (batch, f)),
+        states=jnp.broadcast_to(last_states[:, None], (batch, f, last_states.shape[1])),
+        bits=jnp.broadcast_to(_own_bits(0, f, words), (batch, f, words)),
     )
-    if stem is not None:
-        above = jnp.where(
-            (jnp.arange(num_stem, dtype=jnp.int32) < stem.lens[:, None])[:, :, None],
-            _own_bits(0, num_stem, num_words)[None],
-            jnp.uint32(0),
-        )
-        # Each row has a bit of its own: their sum is their union.
-        frontier = frontier._replace(
-            bits=frontier.bits | above.sum(axis=1, dtype=jnp.uint32)[:, None]
-        )
     spec = config.local_attention
     rows_shape = (config.num_layers, batch, num_rows, spec.num_kv_heads, 2 * spec.head_dim)
 
     def next_level(state: Grown) -> Grown:
         level = state.level
-        first = num_stem + (level - 1) * k
-        place = (level - 1) if stem is None else stem.lens + (level - 1)
-        at = Place(level, first, prefix.kv_lens + place)
+        at = Place(level, (level - 1) * f, prefix.kv_lens + (level - 1))
         carry, children = _expand_level(
-            config, params, prefix, state.carry, at, noise, backend, chip
+            config, params, prefix, state.carry, at, noise, k, backend, chip
         )
         below = jax.tree.map(
             lambda all_levels, new: lax.dynamic_update_index_in_dim(all_levels, new, level - 1, 0),
@@ -182,9 +156,7 @@ def expand(
 
     # A loop and not an unrolled chain: one level is compiled, however deep the tree.
     rows = jnp.zeros(rows_shape, last_states.dtype)
-    if stem is not None:
-        rows = rows.at[:, :, :num_stem].set(stem.rows)
-    below = _no_candidates(shape.max_depth - 1, batch, k * k)
+    below = _no_candidates(shape.max_depth - 1, batch, f * k)
     if shape.max_depth > 1:
         live = jnp.arange(batch, dtype=jnp.int32) < prefix.num_live
         start = Grown(jnp.int32(1), Level(frontier, rows), below)
@@ -192,12 +164,12 @@ def expand(
         below = lax.while_loop(more, next_level, start).below
 
     def pool(first: jax.Array, rest: jax.Array) -> jax.Array:
-        """[B, C] of [B, K] and [D-1, B, K²]."""
+        """[B, C] of [B, F] and [D-1, B, F·K]."""
         return jnp.concatenate([first, rest.transpose(1, 0, 2).reshape(batch, -1)], axis=1)
 
     return build_tree(
         pool(scores, below.scores),
-        pool(jnp.full((batch, k), -1, jnp.int32), below.parents),
+        pool(jnp.full((batch, f), -1, jnp.int32), below.parents),
         pool(tokens, below.tokens),
         root_tokens,
         num_nodes=shape.max_nodes,
@@ -233,21 +205,22 @@ def _expand_level(
     carry: Level,
     at: Place,
     noise: SharedNoise | None,
+    top_k: int,
     backend: Backend,
     chip: Chip | None,
 ) -> tuple[Level, Candidates]:
-    """One level: the frontier through the head, its K² children, and the best of them."""
-    frontier = carry.frontier
-    batch, k = frontier.tokens.shape
+    """One level: the frontier through the head, its F·K children, and the best of them."""
+    frontier, k = carry.frontier, top_k
+    batch, f = frontier.tokens.shape
     outs, rows = _run(config, params, prefix, carry, at, backend, chip)
-    logits = score(config, params, outs.reshape(batch * k, -1))
+    logits = score(config, params, outs.reshape(batch * f, -1))
     logits = with_noise(logits, own_targets(config, params), noise, at.level)
     logps, tokens = best_tokens(config, params, logits, k)
-    scores = frontier.scores[:, :, None] + logps.reshape(batch, k, k)
+    scores = frontier.scores[:, :, None] + logps.reshape(batch, f, k)
     children = Candidates(
-        scores.reshape(batch, k * k),
+        scores.reshape(batch, f * k),
         jnp.repeat(frontier.pool_index, k, axis=1),
-        tokens.reshape(batch, k * k),
+        tokens.reshape(batch, f * k),
     )
     return Level(_next_frontier(frontier, children, outs, at), rows), children
 
@@ -261,18 +234,18 @@ def _run(
     backend: Backend,
     chip: Chip | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The head on the frontier: states [B, K, H], and the tree's rows with the frontier's among
+    """The head on the frontier: states [B, F, H], and the tree's rows with the frontier's among
     them.
     """
     frontier = carry.frontier
-    batch, k = frontier.tokens.shape
+    batch, f = frontier.tokens.shape
     num_rows = carry.rows.shape[2]
     live = jnp.minimum(jnp.arange(batch + 1, dtype=jnp.int32), prefix.num_live)
     zeros = jnp.zeros((batch,), jnp.int32)
     first = at.first_row
 
     def attend(layer: int, q: jax.Array, block_kv: jax.Array) -> jax.Array:
-        own = block_kv.reshape(batch, k, *block_kv.shape[1:])
+        own = block_kv.reshape(batch, f, *block_kv.shape[1:])
         block = lax.dynamic_update_slice_in_dim(carry.rows[layer], own, first, axis=1)
         return tree_attention(
             q,
@@ -281,10 +254,10 @@ def _run(
             layer,
             prefix.page_table,
             prefix.kv_lens,
-            live * k,  # slots that are not in use have no rows
+            live * f,  # slots that are not in use have no rows
             live * num_rows,
             zeros,
-            frontier.bits.reshape(batch * k, -1),
+            frontier.bits.reshape(batch * f, -1),
             zeros + first,
             scale=config.attention_scale,
             window=config.windows[layer],
@@ -293,29 +266,30 @@ def _run(
         )
 
     embed = head_embed(config, params, frontier.tokens.reshape(-1))
-    # A node at depth d stands at position kv_len + stem + d - 1: the pair behind the last one
+    # A node at depth d stands at position kv_len + d - 1: the pair behind the last one
     # belongs to the root's children.
-    positions = jnp.repeat(at.positions, k)
-    states = frontier.states.reshape(batch * k, -1)
+    positions = jnp.repeat(at.positions, f)
+    states = frontier.states.reshape(batch * f, -1)
     outs, block_kv = head_forward(config, params, embed, states, positions, attend)
-    own = block_kv.reshape(config.num_layers, batch, k, *block_kv.shape[2:])
+    own = block_kv.reshape(config.num_layers, batch, f, *block_kv.shape[2:])
     rows = lax.dynamic_update_slice_in_dim(carry.rows, own, first, axis=2)
-    return outs.reshape(batch, k, -1), rows
+    return outs.reshape(batch, f, -1), rows
 
 
 def _next_frontier(
     frontier: Frontier, children: Candidates, outs: jax.Array, at: Place
 ) -> Frontier:
-    """The best K of the frontier's K² children; they stand behind all earlier ones in the pool."""
-    k = frontier.tokens.shape[1]
-    scores, chosen = lax.top_k(children.scores, k)
-    parent = chosen // k
+    """The best F of the frontier's F·K children; they stand behind all earlier ones in the pool."""
+    f = frontier.tokens.shape[1]
+    num_children = children.scores.shape[1]
+    scores, chosen = lax.top_k(children.scores, f)
+    parent = chosen // (num_children // f)
     above = jnp.take_along_axis(frontier.bits, parent[:, :, None], axis=1)
-    own = _own_bits(at.first_row + k, k, above.shape[2])
+    own = _own_bits(at.first_row + f, f, above.shape[2])
     return Frontier(
         tokens=jnp.take_along_axis(children.tokens, chosen, axis=1),
         scores=scores,
-        pool_index=chosen + k + (at.level - 1) * k * k,
+        pool_index=chosen + f + (at.level - 1) * num_children,
         states=jnp.take_along_axis(outs, parent[:, :, None], axis=1),
         bits=above | own,
     )

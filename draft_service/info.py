@@ -9,7 +9,7 @@ from typing import Any
 from common.tensors import FeatureDtype
 from common.types import TreeShape
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,5 +28,5 @@ class DraftInfo:
     max_context_len: int
     max_tree: TreeShape
     max_sequences: int
-    max_outcomes: int = 0
+    draft_ahead: bool = False
     fused_by: str = ""

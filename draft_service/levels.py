@@ -1,7 +1,8 @@
-"""How many levels of a tree are grown: those that pay.
+"""How many levels of a tree are grown: those that pay, or those that come in time.
 
-A level costs t seconds, whatever comes of it; a token costs a sequence s seconds. A level below
-nodes that the target reaches with chance p emits at most p tokens more, so it is grown while
+**For the next round**, which waits for its tree, a level costs t seconds whatever comes of it; a
+token costs a sequence s seconds. A level below nodes that the target reaches with chance p emits at
+most p tokens more, so it is grown while
 
     mean of p over the step's sequences > t / s
 
@@ -9,69 +10,114 @@ p is the sum of the frontier's chances, which the device knows (draft_service/ex
 measured before the first request; s is the mean time between two wishes of a sequence over the
 tokens that came in it, so everything that a round costs is in it.
 
-Trees ahead are grown while verify works: they may have as many levels as fit in the time that a
-round spends away from the draft, or in less of it: how much of that time is the network's is not
-known here, so the share falls with each tree that was right and came too late, and rises slowly.
+**Ahead of a round** nobody waits, but a tree that comes a round later is used from m tokens deeper,
+m a round's mean tokens. One is wished for at every round's end, T seconds apart; with D levels it
+is sent c + D·t later (c: queue, features and the rest of the step), and is of use to rounds that
+begin R or more after that. So it is there for the n-th round that begins after its wish if
+
+    D ≤ (n·T − R − c) / t          and the next tree is not behind this one if  D ≤ T / t
+
+and has nodes left for it if D ≥ n·m + 1. Taken are the most levels for the smallest n that allows
+so many; where none does, those that fit in T. R, the way to verify, is not known here, but verify
+says which tree each round came from: a tree that would have led to the round and was passed over
+although it was sent R or more before raises R by T / 16, one that was used lowers it by a twentieth
+of that. So about one tree in twenty is late.
 
 Deterministic, without a clock: times are arguments.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 WEIGHT = 1 / 32  # of the newest round in the running means
-LATE, IN_TIME = 0.9, 1.02  # factors on the share of trees ahead
-LEAST_SHARE = 0.1
 MAX_MEANS = 4.0  # a longer round counts as so many mean ones: a client may have paused
+LATE = 1 / 16  # rounds that a late tree adds to the way
+LATE_SHARE = 1 / 20  # of trees, where the way is known
+TOO_LONG = 1 / 4  # of what the way is too long by, taken off
+MOST_ROUNDS = 8  # that trees ahead may be behind
+
+LevelSeconds = Sequence[tuple[int, float]]
+"""Of a level, by sequences of a step, rising."""
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """Running means of a round's seconds and tokens; 0: none was seen."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def note(self, seconds: float, num_tokens: int) -> None:
+        if num_tokens < 1 or seconds <= 0:
+            return
+        if not self.seconds:
+            self.seconds, self.tokens = seconds, float(num_tokens)
+            return
+        seconds = min(seconds, MAX_MEANS * self.seconds)
+        self.seconds += (seconds - self.seconds) * WEIGHT
+        self.tokens += (num_tokens - self.tokens) * WEIGHT
 
 
 class LevelRule:
-    def __init__(self, level_seconds: Sequence[tuple[int, float]] = ()) -> None:
-        """`level_seconds`: of a level, by sequences of a step, rising; none: all levels pay."""
-        self._sizes = [size for size, _ in level_seconds]
-        self._seconds = [seconds for _, seconds in level_seconds]
-        self._round_seconds = 0.0
-        self._round_tokens = 0.0
-        self._away_seconds = 0.0
-        self._share = 1.0
+    def __init__(self, level_seconds: LevelSeconds = (), ahead_seconds: LevelSeconds = ()) -> None:
+        """Of trees for the next round and of those ahead; none: all levels are grown."""
+        self._seconds, self._ahead_seconds = level_seconds, ahead_seconds
+        self._waiting, self._ahead = _Rounds(), _Rounds()
+        self._grown_seconds = 0.0  # c
+        self._way_seconds = 0.0  # R
 
-    def note_round(self, seconds: float, num_tokens: int, drafting_seconds: float) -> None:
+    def note_round(self, seconds: float, num_tokens: int, *, ahead: bool) -> None:
         """A sequence wished again, `seconds` after it did before, with `num_tokens` new tokens;
-        `drafting_seconds` of them had gone by when its tree was sent."""
-        if num_tokens < 1 or seconds <= 0:
-            return
-        if not self._round_seconds:
-            self._round_seconds, self._round_tokens = seconds, float(num_tokens)
-            self._away_seconds = seconds - drafting_seconds
-            return
-        seconds = min(seconds, MAX_MEANS * self._round_seconds)
-        away = max(0.0, seconds - drafting_seconds)
-        self._round_seconds += (seconds - self._round_seconds) * WEIGHT
-        self._round_tokens += (num_tokens - self._round_tokens) * WEIGHT
-        self._away_seconds += (away - self._away_seconds) * WEIGHT
-
-    def note_ahead(self, in_time: bool) -> None:
-        """A round came to an outcome that a tree was sent for; whether verify had it in time."""
-        factor = IN_TIME if in_time else LATE
-        self._share = min(1.0, max(LEAST_SHARE, self._share * factor))
+        `ahead`: of a round that waited for no tree."""
+        (self._ahead if ahead else self._waiting).note(seconds, num_tokens)
 
     def least_reach(self, num_sequences: int) -> float:
         """Below this chance of being reached a level is not grown; 0: all are."""
-        if not self._round_seconds:
-            return 0.0
-        return self.level_seconds(num_sequences) * self._round_tokens / self._round_seconds
+        each, rounds = level_seconds(self._seconds, num_sequences), self._waiting
+        return each * rounds.tokens / rounds.seconds if rounds.seconds else 0.0
 
-    def levels_ahead(self, num_sequences: int, num_guessed: int) -> int | None:
-        """Levels of trees ahead, below `num_guessed` tokens; None: no bound is known."""
-        each = self.level_seconds(num_sequences)
-        if not each or not self._round_seconds:
+    # -- trees ahead
+
+    def note_grown_ahead(self, seconds: float, num_levels: int, num_sequences: int) -> None:
+        """A tree ahead was sent, `seconds` after it was wished for."""
+        rest = seconds - num_levels * level_seconds(self._ahead_seconds, num_sequences)
+        if not self._grown_seconds:
+            self._grown_seconds = max(0.0, rest)
+        self._grown_seconds += (max(0.0, rest) - self._grown_seconds) * WEIGHT
+
+    def note_way(self, used: float | None, passed_over: Sequence[float]) -> None:
+        """A round began so many seconds after the tree that it came from was sent, if it came from
+        one, and after others that led to it, too, and were newer."""
+        step = LATE * self._ahead.seconds
+        if any(seconds >= self._way_seconds for seconds in passed_over):
+            self._way_seconds += step
+        elif used is not None:
+            too_long = max(0.0, self._way_seconds - max(0.0, used))
+            self._way_seconds -= TOO_LONG * too_long + LATE_SHARE * step
+        most = MOST_ROUNDS * self._ahead.seconds
+        self._way_seconds = min(most, max(0.0, self._way_seconds))
+
+    def levels_ahead(self, num_sequences: int) -> int | None:
+        """Levels of trees ahead; None: no bound is known."""
+        each, rounds = level_seconds(self._ahead_seconds, num_sequences), self._ahead
+        if not each or not rounds.seconds:
             return None
-        return max(1, int(self._share * self._away_seconds / each) - num_guessed)
+        most = max(1, int(rounds.seconds / each))
+        for behind in range(1, MOST_ROUNDS + 1):
+            left = behind * rounds.seconds - self._way_seconds - self._grown_seconds
+            levels = min(most, int(left / each))
+            if levels >= math.ceil(behind * rounds.tokens) + 1:
+                return levels
+        return most
 
-    def level_seconds(self, num_sequences: int) -> float:
-        """Of a step's level, as measured for the next larger number of sequences."""
-        if not self._sizes:
-            return 0.0
-        return self._seconds[min(bisect_left(self._sizes, num_sequences), len(self._sizes) - 1)]
+
+def level_seconds(measured: LevelSeconds, num_sequences: int) -> float:
+    """Of a step's level, as measured for the next larger number of sequences."""
+    if not measured:
+        return 0.0
+    sizes = [size for size, _ in measured]
+    return measured[min(bisect_left(sizes, num_sequences), len(sizes) - 1)][1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.types import TreeShape
+from draft_service.levels import LevelSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +25,9 @@ class DraftLimits:
     max_draft_rows: int  # pairs of one sequence in a step that drafts
     max_extend_rows: int  # pairs in a step that only extends
     shared_noise: bool = True  # candidates are ordered with the target's noise
-    level_seconds: tuple[tuple[int, float], ...] = ()  # by sequences of a step; none: grow all
-    max_outcomes: int = 0  # of a round, that trees are grown for ahead of its result
+    level_seconds: LevelSeconds = ()  # none: grow all
+    ahead: TreeShape | None = None  # the most of a tree ahead; None: none are grown
+    ahead_level_seconds: LevelSeconds = ()
     recent_rows: int = 32  # feature rows kept behind the KV, to draft again after a Rollback
     max_waiting_bytes: int = 64 << 20  # feature rows that wait for tokens, gaps or a step
     prefix_cache: bool = True

@@ -7,20 +7,21 @@ protobuf nor jax. One thread at a time.
 
 Rounds: each Extend names the round whose tree it wants; rounds may be left out but never go back.
 Asked again, the stored tree is returned. An Extend that comes before the former's tree is grown
-supersedes it: its tokens are added, the former tree is not sent. A sequence whose features are
-missing waits and holds up nobody.
+supersedes it: its tokens are added, the former tree is not sent, unless it is one for rounds to
+come and its step is under way: such a tree is good from where the sequence is by then. A sequence
+whose features are missing waits and holds up nobody.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from common.fencing import Registry, is_new_epoch, stale
 from common.page_keys import PageKeys
 from common.pages import PageCounts
 from common.types import (
-    DraftTree,
     ErrorCode,
     FeatureRows,
     SequenceFailure,
@@ -33,9 +34,9 @@ from draft_service.events import Closed, Event, Failed, StateReport
 from draft_service.features import FeatureStore
 from draft_service.limits import DraftLimits
 from draft_service.residency import Residency
-from draft_service.sequences import DraftSequence, PendingTree
+from draft_service.sequences import DraftSequence, PendingTree, is_root_only
 from draft_service.step import SequenceOutcome, SequenceWork
-from draft_service.stepper import Plan, Stepper, foresee, tree_ready
+from draft_service.stepper import Plan, Stepper, tree_ready
 
 MAX_DEFERRED = 16
 """Commands of one sequence that may wait behind a running step."""
@@ -59,7 +60,7 @@ class DraftMachine:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a tree."""
-        return sum(sequence.pending is not None for sequence in self._registry)
+        return sum(sequence.waits for sequence in self._registry)
 
     @property
     def num_in_flight(self) -> int:
@@ -221,36 +222,26 @@ class DraftMachine:
             return
         if sequence.pending is not None and sequence.pending.round == command.round:
             return  # its tree is on the way
-        if command.begun and sequence.begun == command.round:
-            return  # a repetition
         checks.check_extend(command, sequence, self._limits)
-        if sequence.wished_at is not None:
-            self._stepper.level_rule.note_round(
-                now - sequence.wished_at, len(command.tokens), sequence.drafting_seconds
-            )
-        sequence.wished_at, sequence.drafting_seconds = now, 0.0
-        foreseen = _foreseen(sequence, command)
-        if foreseen is not None:
-            self._stepper.level_rule.note_ahead(command.begun)
-        known = foreseen if command.begun else None
+        self._stepper.note_wish(sequence, command, now)
         sequence.tokens += command.tokens
-        sequence.forget_foresight()
-        shape = checks.shape_within(command.tree, sequence.shape)
-        # Nodes deeper than this could never be emitted.
-        useful = sequence.max_total_tokens - sequence.committed_len - 1
-        shape = checks.shape_within(
-            TreeShape(max_depth=useful, top_k=shape.top_k, max_nodes=shape.max_nodes), shape
-        )
-        outcomes = min(command.max_outcomes, self._limits.max_outcomes)
-        wish = PendingTree(command.round, shape, now, outcomes)
-        if known is None:
-            sequence.pending = wish
-        else:
-            sequence.pending, sequence.begun = None, command.round
-            sequence.foresight = foresee(wish, known, now)
+        sequence.sent_ahead.follow(command.tokens)
+        wish = PendingTree(command.round, self._shape(sequence, command), now, command.ahead)
+        sequence.pending = sequence.last_wish = wish
         sequence.grown = None
         sequence.next_round = command.round + 1
         sequence.used_at = now
+
+    def _shape(self, sequence: DraftSequence, command: Extend) -> TreeShape:
+        """The most that may be sent. What is asked for is cut from a tree ahead by verify, round
+        for round.
+        """
+        shape = checks.shape_within(command.tree, sequence.shape)
+        if command.ahead and self._limits.ahead is not None and not is_root_only(shape):
+            shape = self._limits.ahead
+        # Nodes deeper than this could never be emitted.
+        useful = sequence.max_total_tokens - sequence.committed_len - 1
+        return replace(shape, max_depth=min(shape.max_depth, useful))
 
     def _rollback(self, stream: int, command: Rollback, now: float, events: list[Event]) -> None:
         sequence = self._registry.need(command.sequence_id, command.round)
@@ -261,7 +252,8 @@ class DraftMachine:
             sequence.page_keys.cut(command.committed_len)
             sequence.next_round = command.round
             sequence.pending = sequence.grown = None
-            sequence.forget_foresight()
+            sequence.last_wish = None
+            sequence.sent_ahead.forget()
             # Pair committed_len - 1 had a token that is gone; verify sends its feature again.
             self._residency.cut(sequence, sequence.num_pairs)
             sequence.features.cut(command.committed_len - 1)
@@ -311,13 +303,16 @@ class DraftMachine:
     # -- steps
 
     def expects_features(self, since: float) -> bool:
-        """Whether a tree that was wished for after `since` still lacks features."""
+        """Whether a tree that was wished for after `since` still lacks features: one that somebody
+        waits for, or any where nobody waits.
+        """
+        wishes = [s for s in self._registry if s.pending is not None and not s.in_flight]
+        waiting = [sequence for sequence in wishes if sequence.waits]
         return any(
             sequence.pending is not None
             and sequence.pending.since > since
-            and not sequence.in_flight
             and not sequence.can_draft
-            for sequence in self._registry
+            for sequence in waiting or wishes
         )
 
     def plan(self, now: float) -> Plan:
@@ -359,16 +354,6 @@ class DraftMachine:
         waiting, sequence.deferred = list(sequence.deferred), deque()
         for stream, command in waiting:
             self._take(stream, command, now, events)
-
-
-def _foreseen(sequence: DraftSequence, command: Extend) -> DraftTree | None:
-    """The tree for what the round before came to, as it was grown: verify has begun with it, or
-    would have if it had been there.
-    """
-    foreseen = sequence.foreseen
-    if foreseen is None or foreseen.round != command.round:
-        return None
-    return foreseen.trees.get(command.tokens)
 
 
 def _must_wait(sequence: DraftSequence, command: Command) -> bool:

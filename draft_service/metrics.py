@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from common.metrics import Metrics, RisingCounter, integer_buckets, power_buckets
 from common.types import ErrorCode, TreeShape
-from draft_service.events import Event, Evicted, Failed, Foreseen, TreeReady
+from draft_service.events import Event, Evicted, Failed, TreeReady
 from draft_service.machine import DraftMachine
 from draft_service.stepper import Plan
 
@@ -20,21 +20,24 @@ class DraftMetrics:
     def __init__(self, metrics: Metrics, tree: TreeShape, max_step_tokens: int) -> None:
         self._step_seconds = metrics.histogram(
             "step_seconds",
-            "Time of a step on the device; draft: with a tree, extend: pairs alone",
+            "Time of a step on the device; draft: with trees for the next round, ahead: with trees"
+            " for rounds to come, extend: pairs alone",
             label="kind",
-            values=("draft", "extend"),
+            values=("draft", "ahead", "extend"),
         )
         self._host_seconds = metrics.histogram(
             "host_seconds", "Host time per step: commands, plan and retirement"
         )
         self._queue_seconds = metrics.histogram(
-            "queue_seconds", "Wait of a round for its features and its step"
+            "queue_seconds", "Wait of a round for its features and its step; not of trees ahead"
         )
         rows = power_buckets(max_step_tokens)
         self._step_tokens = metrics.histogram("step_tokens", "Pairs fed in a step", rows)
         self._step_sequences = metrics.histogram("step_sequences", "Sequences of a step", rows)
         self._nodes = metrics.histogram(
-            "tree_nodes", "Nodes of a tree sent, root included", integer_buckets(tree.max_nodes)
+            "tree_nodes",
+            "Nodes of a tree that a round waited for, root included",
+            integer_buckets(tree.max_nodes),
         )
         self._evictions = metrics.counter("evictions", "Sequences put out for want of memory")
         self._errors = metrics.counter(
@@ -60,8 +63,9 @@ class DraftMetrics:
             "waiting_feature_bytes", "Feature bytes that no step has fed yet"
         )
 
-        self._foreseen = metrics.counter(
-            "foreseen_trees", "Trees grown for outcomes of rounds that verify had not ended"
+        self._ahead = metrics.counter("trees_ahead", "Trees sent for rounds to come")
+        self._ahead_levels = metrics.counter(
+            "trees_ahead_levels", "Levels of trees sent for rounds to come"
         )
         self._looked_up = RisingCounter(
             metrics.counter("prefix_cache_query_tokens", "Tokens of sequences that were opened")
@@ -76,7 +80,8 @@ class DraftMetrics:
         )
 
     def note_step(self, plan: Plan, step_seconds: float, host_seconds: float) -> None:
-        self._step_seconds.labels("draft" if plan.drafts else "extend").observe(step_seconds)
+        kind = "ahead" if plan.ahead else "draft" if plan.drafts else "extend"
+        self._step_seconds.labels(kind).observe(step_seconds)
         self._host_seconds.observe(host_seconds)
         self._step_tokens.observe(plan.num_rows)
         self._step_sequences.observe(len(plan.works))
@@ -91,15 +96,17 @@ class DraftMetrics:
         self._bad_blocks.inc()
 
     def note_events(self, events: Sequence[Event]) -> None:
-        grown = [event.grown for event in events if isinstance(event, TreeReady)]
+        sent = [event.grown for event in events if isinstance(event, TreeReady)]
+        grown = [each for each in sent if not each.ahead]
         self._nodes.alone.observe_all([each.tree.num_nodes for each in grown])
         self._queue_seconds.alone.observe_all([each.queue_seconds for each in grown])
-        if len(grown) == len(events):  # nearly always
+        ahead = [each.tree.depths().max() for each in sent if each.ahead]
+        self._ahead.inc(len(ahead))
+        self._ahead_levels.inc(int(sum(ahead)))
+        if len(sent) == len(events):  # nearly always
             return
         for event in events:
-            if isinstance(event, Foreseen):
-                self._foreseen.inc(len(event.outcomes))
-            elif isinstance(event, Failed):
+            if isinstance(event, Failed):
                 self._errors.labels(event.code.name.lower()).inc()
             elif isinstance(event, Evicted):
                 self._evictions.inc()

@@ -12,27 +12,31 @@ from dataclasses import dataclass, field
 
 from common.page_keys import PageKeys
 from common.types import GREEDY_TEMPERATURE, DraftTree, SequenceState, TreeShape
+from draft_service.ahead import SentAhead
 from draft_service.commands import Command
 from draft_service.events import GrownTree
 from draft_service.features import FeatureStore
-from draft_service.foresight import ForeseenTrees, Foresight
 from draft_service.step import NoiseKey
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTree:
     """A wish for a tree. `shape`: the most that may be sent. `since`: seconds, machine's clock.
-    `max_outcomes`: of this round, to grow trees for once its own is grown.
+    `ahead`: nobody waits for it.
     """
 
     round: int
     shape: TreeShape
     since: float
-    max_outcomes: int = 0
+    ahead: bool = False
 
     @property
     def is_root_only(self) -> bool:
-        return self.shape.max_nodes <= 1 or self.shape.max_depth < 1 or self.shape.top_k < 1
+        return is_root_only(self.shape)
+
+
+def is_root_only(shape: TreeShape) -> bool:
+    return shape.max_nodes <= 1 or shape.max_depth < 1 or shape.top_k < 1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,11 +59,8 @@ class DraftSequence:
 
     pending: PendingTree | None = None
     grown: GrownTree | None = None  # unacknowledged
-    foresight: Foresight | None = None  # trees to grow for the round after the present one
-    foreseen: ForeseenTrees | None = None  # those grown
-    wished_at: float | None = None  # the last Extend
-    drafting_seconds: float = 0.0  # from then until its tree was grown
-    begun: int | None = None  # the last round that verify began with a foreseen tree
+    last_wish: PendingTree | None = None  # since the last Rollback
+    sent_ahead: SentAhead = field(default_factory=SentAhead)
     deferred: deque[tuple[int, Command]] = field(default_factory=deque)  # behind a running step
 
     kv_len: int = 0
@@ -106,10 +107,9 @@ class DraftSequence:
         return self.kv_len > 0 and self.features.has(self.features_from + self.kv_len - 1)
 
     @property
-    def can_foresee(self) -> bool:
-        """Whether trees are wished for outcomes, and the last pair's output can be had for them."""
-        ready = self.can_draft if self.num_missing else self.can_redo_last
-        return self.foresight is not None and self.pending is None and ready
+    def waits(self) -> bool:
+        """Whether its next round waits for a tree."""
+        return self.pending is not None and not self.pending.ahead
 
     @property
     def state(self) -> SequenceState:
@@ -132,9 +132,6 @@ class DraftSequence:
         if self.temperature < GREEDY_TEMPERATURE:
             return None
         return NoiseKey(self.seed, self.temperature, self.committed_len)
-
-    def forget_foresight(self) -> None:
-        self.foresight = self.foreseen = None
 
     def root_only(self) -> DraftTree:
         return DraftTree.root_only(self.tokens[-1])

@@ -5,7 +5,8 @@ the same order. Nothing here knows jax or protobuf. Axes: n pairs of one sequenc
 
 A **pair** is what the head reads at one position: the token at position t+1 and the target's true
 features of position t. It has one row in the head's KV. A step either extends and drafts, for
-all its works, or only extends (a chunk of a long prompt).
+all its works, or only extends (a chunk of a long prompt); if it drafts, all its trees are for the
+next round or all are ahead.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from common.types import DraftTree, Int32Array
 
 FeatureArray = npt.NDArray[Any]
 """[n, F], float32 or bfloat16, on the host."""
-
-
-NONE_GUESSED: Int32Array = np.zeros(0, np.int32)
 
 ALL_LEVELS = 1 << 30
 
@@ -46,11 +44,10 @@ class SequenceWork:
     `tokens` int32 [n], n ≥ 1: the later token of each pair, target vocabulary. `features` [n, F].
     `kv_len`: pairs in pages before these; pair i goes to KV place kv_len + i. `page_ids` int32:
     page j holds places [j·page_size, (j+1)·page_size), reserved for kv_len + n. If it drafts, the
-    root of the tree is the last of `tokens`; or, with `guessed` int32 [m], tokens that are thought
-    to follow and have no features yet, the last of those: the head reads them on its own states,
-    and what it computes for them never enters the pages. `noise`: that children are ordered with;
-    None: by the head's probabilities alone. `max_levels`: of the tree below its root;
-    `least_reach`: no level below nodes that are less likely reached (draft_service/levels.py).
+    root of the tree is the last of `tokens`; `ahead`: it is as wide and deep as trees for rounds to
+    come are. `noise`: that children are ordered with; None: by the head's probabilities alone.
+    `max_levels`: of the tree below its root; `least_reach`: no level below nodes that are less
+    likely reached (draft_service/levels.py).
     `page_copy`: a page of others and one of `page_ids`, into which the first is copied, all layers,
     before anything else happens.
     """
@@ -62,7 +59,7 @@ class SequenceWork:
     page_ids: Int32Array
     page_copy: tuple[int, int] | None = None
     drafts: bool
-    guessed: Int32Array = field(default_factory=lambda: NONE_GUESSED)
+    ahead: bool = False
     noise: NoiseKey | None = None
     max_levels: int = ALL_LEVELS
     least_reach: float = 0.0
@@ -80,11 +77,8 @@ class SequenceWork:
             raise ValueError(f"features: shape {self.features.shape} must be {(n, feature_size)}")
         if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
             raise ValueError(f"tokens: one is outside [0, {vocab_size})")
-        if self.guessed.size:
-            if not self.drafts:
-                raise ValueError("guessed: of no use in a work that does not draft")
-            if self.guessed.min() < 0 or self.guessed.max() >= vocab_size:
-                raise ValueError(f"guessed: one is outside [0, {vocab_size})")
+        if self.ahead and not self.drafts:
+            raise ValueError("ahead: of no use in a work that does not draft")
         if self.kv_len < 0:
             raise ValueError(f"kv_len: {self.kv_len} is negative")
         if self.page_copy is not None and self.page_copy[1] not in self.page_ids:
@@ -116,7 +110,7 @@ class DraftEngine(Protocol):
 
         Commits the K/V of the works' pairs into their pages and nothing else: what the head sees of
         tree nodes never enters the pages. Raises ValueError, before anything runs, if the works
-        exceed the engine's largest bucket or if some draft and some do not.
+        exceed the engine's largest bucket or are not all of one kind (extend, draft, ahead).
         """
         ...
 

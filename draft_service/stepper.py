@@ -1,8 +1,9 @@
 """From sequences with features and wishes, a step; from its outcome, trees.
 
-A step either drafts for all its sequences or only extends. Drafting goes first; between two
-drafting steps there is one that extends, if any has rows to feed, so that a long prompt enters
-while others draft and neither starves. A sequence is in at most one launched step.
+A step either drafts for all its sequences or only extends. Drafting goes first, trees for rounds to
+come where no tree that is waited for can be grown; between two drafting steps there is one that
+extends, if any has rows to feed, so that a long prompt enters while others draft and neither
+starves. A sequence is in at most one launched step.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from common.fencing import Registry
-from common.types import DraftTree, TreeShape
-from draft_service.events import Event, Evicted, Foreseen, GrownTree, TreeReady
-from draft_service.foresight import ForeseenTrees, Foresight, Outcome, likeliest_outcomes
+from common.types import DraftTree
+from draft_service.commands import Extend
+from draft_service.events import Event, Evicted, GrownTree, TreeReady
 from draft_service.levels import LevelRule
 from draft_service.limits import DraftLimits
 from draft_service.residency import Residency, eviction_order
@@ -41,6 +42,10 @@ class Plan:
     def drafts(self) -> bool:
         return any(work.drafts for work in self.works)
 
+    @property
+    def ahead(self) -> bool:
+        return any(work.ahead for work in self.works)
+
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
@@ -48,8 +53,6 @@ class _Launched:
     wish: PendingTree | None
     committed_len: int
     at: float
-    foresight: Foresight | None = None
-    outcome: Outcome = ()
 
 
 class Stepper:
@@ -60,7 +63,7 @@ class Stepper:
         self._registry = registry
         self._residency = residency
         self._launched: dict[bytes, list[_Launched]] = {}
-        self.level_rule = LevelRule(limits.level_seconds)
+        self._level_rule = LevelRule(limits.level_seconds, limits.ahead_level_seconds)
         self._extend_is_due = False
 
     @property
@@ -73,20 +76,27 @@ class Stepper:
         launched = (entry.sequence for entries in self._launched.values() for entry in entries)
         return list({id(sequence): sequence for sequence in launched if sequence.closed}.values())
 
+    def note_wish(self, sequence: DraftSequence, wish: Extend, now: float) -> None:
+        """Learns from the round that has come to `wish`, which is not performed yet."""
+        last = sequence.last_wish
+        if last is None:
+            return
+        self._level_rule.note_round(now - last.since, len(wish.tokens), ahead=last.ahead)
+        if last.ahead and wish.round == last.round + 1:
+            self._level_rule.note_way(*sequence.sent_ahead.way(last.since, wish.verified_ahead))
+
     def plan(self, now: float) -> Plan:
         """Answers what needs no device, reserves pages, marks the chosen sequences as in flight."""
         events: list[Event] = []
         self._answer_without_step(now, events)
-        drafting = self._drafting()
-        extending = self._extending(drafting)
-        if drafting and not (extending and self._extend_is_due):
-            works = self._draft(drafting, now, events)
+        drafting, ahead = self._drafting(ahead=False), self._drafting(ahead=True)
+        extending = self._extending([*drafting, *ahead])
+        if (drafting or ahead) and not (extending and self._extend_is_due):
+            works = self._draft(drafting or ahead, now, events)
             self._extend_is_due = True
         else:
             works = self._extend(extending, bool(drafting), now, events)
             self._extend_is_due = False
-        if not works and not drafting:
-            works = self._foresee(now, events)
         if not works and not drafting and not self._launched:
             self._relieve(events)
         return Plan(works, events)
@@ -97,7 +107,6 @@ class Stepper:
     ) -> tuple[list[DraftSequence], list[Event]]:  # fmt: skip
         """Commits what a step gave. Returns the sequences that it held and their trees."""
         sequences, events = [], list[Event]()
-        foreseen: dict[int, tuple[_Launched, dict[Outcome, DraftTree]]] = {}  # by identity
         for work, outcome in zip(works, outcomes, strict=True):
             launched = self._take(work)
             sequence = launched.sequence
@@ -109,16 +118,14 @@ class Stepper:
             sequence.features.fed(sequence.features_from + sequence.kv_len)
             self._residency.settle(sequence)
             sequence.used_at = now
-            if launched.wish is not None and launched.wish is sequence.pending:
-                if outcome.tree is None:
-                    raise AssertionError("the engine gave no tree for a work that drafts")
+            if launched.wish is None:
+                continue
+            if outcome.tree is None:
+                raise AssertionError("the engine gave no tree for a work that drafts")
+            if launched.wish.ahead:
+                self._send_ahead(launched, works, outcome.tree, now, step_seconds, events)
+            elif launched.wish is sequence.pending:
                 self._finish(sequence, outcome.tree, launched.at, step_seconds, events)
-            if launched.foresight is not None and launched.foresight is sequence.foresight:
-                assert outcome.tree is not None
-                trees = foreseen.setdefault(id(sequence), (launched, {}))[1]
-                trees[launched.outcome] = outcome.tree
-        for launched, trees in foreseen.values():
-            events.append(_foreseen(launched, trees, step_seconds))
         return sequences, events
 
     def abandon(self, works: Sequence[SequenceWork]) -> list[DraftSequence]:
@@ -139,12 +146,13 @@ class Stepper:
             if wish.is_root_only or blind:
                 self._finish(sequence, sequence.root_only(), now, 0.0, events)
 
-    def _drafting(self) -> list[DraftSequence]:
+    def _drafting(self, *, ahead: bool) -> list[DraftSequence]:
         """Sequences whose tree can be grown in one step, those that wait longest first."""
         ready = [
             (sequence.pending.since, sequence.arrival, sequence)
             for sequence in self._registry
             if sequence.pending is not None
+            and sequence.pending.ahead == ahead
             and not sequence.in_flight
             and sequence.can_draft
             and sequence.num_missing <= self._limits.max_draft_rows
@@ -156,17 +164,9 @@ class Stepper:
         ready = [
             sequence
             for sequence in self._registry
-            if sequence.num_feedable
-            and not sequence.in_flight
-            and sequence not in drafting
-            and not self._foresees(sequence)
+            if sequence.num_feedable and not sequence.in_flight and sequence not in drafting
         ]
-        return sorted(ready, key=lambda s: (s.pending is None, s.arrival))
-
-    def _foresees(self, sequence: DraftSequence) -> bool:
-        """Whether trees for outcomes can be grown in one step, rows not fed yet included."""
-        few = sequence.num_missing <= self._limits.max_draft_rows
-        return sequence.can_foresee and few and not sequence.in_flight
+        return sorted(ready, key=lambda s: (not s.waits, s.pending is None, s.arrival))
 
     # -- how
 
@@ -184,7 +184,10 @@ class Stepper:
                 sequence.features.feed_again(sequence.features_from + sequence.num_pairs - 1)
             if self._reserve(sequence, sequence.num_pairs, events):
                 works.append(self._launch(sequence, sequence.kv_len, sequence.num_pairs, True, now))
-        least_reach = self.level_rule.least_reach(len(works))
+        if any(work.ahead for work in works):
+            levels = self._level_rule.levels_ahead(len(works)) or ALL_LEVELS
+            return [replace(work, max_levels=min(work.max_levels, levels)) for work in works]
+        least_reach = self._level_rule.least_reach(len(works))
         return [replace(work, least_reach=least_reach) for work in works]
 
     def _extend(
@@ -203,35 +206,6 @@ class Stepper:
                 works.append(self._launch(sequence, sequence.kv_len, until, False, now))
                 left -= rows
         return works
-
-    def _foresee(self, now: float, events: list[Event]) -> list[SequenceWork]:
-        """Trees for the likeliest outcomes of each sequence's present round: when nobody waits.
-
-        One work an outcome; all of a sequence go together, so that what comes next waits for no
-        more than one step.
-        """
-        ready = sorted(filter(self._foresees, self._registry), key=lambda s: s.arrival)
-        most = self._limits.max_step_sequences
-        each = max(1, most // max(1, len(ready)))
-        works: list[SequenceWork] = []
-        for sequence in ready:
-            wish = sequence.foresight
-            assert wish is not None
-            outcomes = wish.outcomes[: min(each, most - len(works))]
-            if sequence.closed or not outcomes:
-                continue
-            if not self._reserve(sequence, sequence.num_pairs, events):
-                continue
-            first = min(sequence.kv_len, sequence.num_pairs - 1)
-            for outcome in outcomes:
-                work = self._launch(sequence, first, sequence.num_pairs, True, now)
-                self._launched[sequence.sequence_id][-1] = _Launched(
-                    sequence, None, sequence.committed_len, now, wish, outcome
-                )
-                works.append(replace(work, guessed=as_tokens(outcome)))
-        longest = max((work.guessed.size for work in works), default=0)
-        levels = self.level_rule.levels_ahead(len(works), int(longest))
-        return works if levels is None else [replace(work, max_levels=levels) for work in works]
 
     def _reserve(self, sequence: DraftSequence, num_pairs: int, events: list[Event]) -> bool:
         """Pages up to `num_pairs`, putting others out if it must, itself if that does not help."""
@@ -280,6 +254,7 @@ class Stepper:
             page_ids=np.array(sequence.pages, np.int32),
             page_copy=sequence.copy,
             drafts=drafts,
+            ahead=wish is not None and wish.ahead,
             noise=sequence.noise if drafts else None,
             max_levels=ALL_LEVELS if wish is None else wish.shape.max_depth,
         )
@@ -304,68 +279,37 @@ class Stepper:
         if wish is None:
             raise AssertionError("a tree was grown that nobody wished for")
         sequence.pending = None
-        sequence.grown = GrownTree(
-            round=wish.round,
-            committed_len=sequence.committed_len,
-            tree=cut_to(tree, wish.shape),
-            step_seconds=step_seconds,
-            queue_seconds=max(0.0, at - wish.since),
-        )
-        sequence.drafting_seconds = sequence.grown.queue_seconds + step_seconds
-        sequence.foresight = foresee(wish, tree, at)
+        sequence.grown = _grown(wish, sequence.committed_len, tree, at, step_seconds)
         events.append(tree_ready(sequence, sequence.grown))
 
+    def _send_ahead(
+        self, launched: _Launched, works: Sequence[SequenceWork], tree: DraftTree, now: float,
+        step_seconds: float, events: list[Event],
+    ) -> None:  # fmt: skip
+        """Also where a newer wish has come: the tree is good from where the sequence is now."""
+        sequence, wish = launched.sequence, launched.wish
+        assert wish is not None
+        grown = _grown(wish, launched.committed_len, tree, launched.at, step_seconds)
+        if wish is sequence.pending:
+            sequence.pending, sequence.grown = None, grown
+        events.append(tree_ready(sequence, grown))
+        since = sequence.tokens[launched.committed_len :]
+        sequence.sent_ahead.note(grown.tree, launched.committed_len - 1, since, now)
+        levels = max(work.max_levels for work in works)  # the step grows what any wants
+        self._level_rule.note_grown_ahead(now - wish.since, levels, len(works))
 
-def foresee(wish: PendingTree, grown: DraftTree, now: float) -> Foresight | None:
-    """What to grow once `grown` is the tree of the wish's round."""
-    outcomes = likeliest_outcomes(grown, cut_to(grown, wish.shape), wish.max_outcomes)
-    if not outcomes:
-        return None
-    return Foresight(wish.round + 1, outcomes, wish.shape, now)
 
-
-def _foreseen(launched: _Launched, trees: dict[Outcome, DraftTree], step_seconds: float) -> Event:
-    """Keeps the trees and puts them into an event, each as far as it may be used."""
-    sequence, wish = launched.sequence, launched.foresight
-    assert wish is not None
-    sequence.foreseen, sequence.foresight = ForeseenTrees(wish.round, trees), None
-    return Foreseen(
-        stream=sequence.stream,
-        sequence_id=sequence.sequence_id,
-        epoch=sequence.epoch,
+def _grown(
+    wish: PendingTree, committed_len: int, tree: DraftTree, at: float, step_seconds: float
+) -> GrownTree:
+    return GrownTree(
         round=wish.round,
-        outcomes={outcome: cut_to(tree, wish.shape) for outcome, tree in trees.items()},
+        committed_len=committed_len,
+        tree=tree.within(wish.shape),
         step_seconds=step_seconds,
+        queue_seconds=max(0.0, at - wish.since),
+        ahead=wish.ahead,
     )
-
-
-def cut_to(tree: DraftTree, shape: TreeShape) -> DraftTree:
-    """The part of a grown tree that `shape` allows: depth, then children per node, then nodes.
-
-    Nodes keep their order, by score. A head asked for less depth or nodes from the start would have
-    grown the same ones; with fewer children per node it might have searched elsewhere.
-    """
-    tree = tree.within_depth(max(0, shape.max_depth))
-    keep = _within_top_k(tree, shape.top_k)
-    if keep.size < tree.num_nodes:
-        renumbered = np.full(tree.num_nodes + 1, -1, np.int32)  # the last slot serves parent -1
-        renumbered[keep] = np.arange(keep.size, dtype=np.int32)
-        tree = DraftTree(tree.tokens[keep], renumbered[tree.parents[keep]], tree.scores[keep])
-    return tree.prefix(max(1, shape.max_nodes))
-
-
-def _within_top_k(tree: DraftTree, top_k: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Indices of the nodes that are, like all their ancestors, among their parent's best
-    `top_k`.
-    """
-    kept = np.zeros(tree.num_nodes, bool)
-    kept[0] = True
-    children = np.zeros(tree.num_nodes, np.int64)
-    for node in range(1, tree.num_nodes):
-        parent = tree.parents[node]
-        children[parent] += 1
-        kept[node] = kept[parent] and children[parent] <= top_k
-    return np.flatnonzero(kept)
 
 
 def tree_ready(sequence: DraftSequence, grown: GrownTree) -> TreeReady:

@@ -12,6 +12,7 @@ pytest.importorskip("libtpu", reason="the compiler for TPU; pip install '.[tpu]'
 
 from benchmarks import programs, steps
 from benchmarks.aot import compile_for, mesh_for
+from draft_service.engine import AheadShape
 from kernels.chips import CHIPS
 
 pytestmark = pytest.mark.aot
@@ -44,8 +45,9 @@ def test_verify_step_split_over_four_chips() -> None:
     check(step, mesh)
 
 
-def test_draft_step() -> None:
-    step = steps.draft(SMOLLM2, CHIPS["v5e"])
+def test_draft_step_of_trees_ahead() -> None:
+    most = AheadShape(max_rows=32 * SMOLLM2.sequences)
+    step = steps.draft(SMOLLM2, CHIPS["v5e"], ahead=most)
     check(step, mesh_for(CHIPS["v5e"]))
 
 

@@ -78,7 +78,7 @@ def settings() -> StackSettings:
         "router": ("--tree-seconds", "30"),  # on a busy machine drafts come late
         # Trees whether they pay here or not, and ahead of their rounds: every panel has something.
         "verify": ("--tree-budget", "full"),
-        "draft": ("--draft-ahead", "2"),
+        "draft": ("--draft-ahead",),
     }
     return StackSettings(model=model, head=library.demo_head(model), flags=flags, show_logs=False)
 

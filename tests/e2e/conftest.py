@@ -37,7 +37,7 @@ def stack(model: Path, head: Path) -> Iterator[Stack]:
     flags = {
         "router": ("--verify-lost-seconds", "240"),
         "verify": ("--tree-budget", "full"),
-        "draft": ("--draft-ahead", "2"),
+        "draft": ("--draft-ahead",),
     }
     settings = StackSettings(model=model, head=head, flags=flags, show_logs=False)
     with Stack(settings) as running:

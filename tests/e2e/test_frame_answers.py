@@ -107,7 +107,7 @@ def test_speculation_emits_more_than_one_token_per_round(client: Client) -> None
 def test_trees_are_grown_ahead_of_results(
     client: Client, metric: Callable[[str, str], float]
 ) -> None:
-    name = "canopy_draft_foreseen_trees_total"
+    name = "canopy_draft_trees_ahead_total"
     before = metric("draft", name)
     client.generate(QUESTION, Options(max_tokens=48, ignore_eos=True))
     assert metric("draft", name) > before

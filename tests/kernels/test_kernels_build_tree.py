@@ -27,16 +27,16 @@ def compiled(num_nodes: int, max_depth: int):
 
 def random_pool(shape: PoolShape, rng: np.random.Generator, spoilt: float) -> list[np.ndarray]:
     """A pool as drafting grows it; a share `spoilt` of its scores is NaN, -inf, tied or rising."""
-    k, size = shape.top_k, shape.pool_size
+    f, each, size = shape.num_first, shape.num_first * shape.top_k, shape.pool_size
     parents = np.full((shape.batch, size), -1, np.int32)
     scores = np.zeros((shape.batch, size), np.float32)
     for b in range(shape.batch):
         frontier_from = 0
         for c in range(size):
-            if c >= k:
-                level = (c - k) // (k * k)
-                frontier_from = 0 if level == 0 else k + (level - 1) * k * k
-                width = k if level == 0 else k * k
+            if c >= f:
+                level = (c - f) // each
+                frontier_from = 0 if level == 0 else f + (level - 1) * each
+                width = f if level == 0 else each
                 parents[b, c] = frontier_from + int(rng.integers(0, width))
             above = 0.0 if parents[b, c] < 0 else scores[b, parents[b, c]]
             scores[b, c] = above - rng.exponential()

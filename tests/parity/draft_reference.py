@@ -98,10 +98,11 @@ class ReferenceHead:
 
 def reference_tree(
     head: ReferenceHead, tokens: list[int], features: Any, depth: int, top_k: int, num_nodes: int,
-    guessed: tuple[int, ...] = (),
+    width: int | None = None,
 ) -> list[tuple[int, int, float]]:  # fmt: skip
     """(token, parent node, score) per node, root first, for committed `tokens` and the features
-    [len(tokens) - 1, F] of all but the last; `guessed`: tokens behind those, read on own states.
+    [len(tokens) - 1, F] of all but the last; `width`: the root's children and a level's nodes that
+    are expanded; None: top_k.
     """
     rows: list[Any] = []
     out: Any = None
@@ -109,11 +110,8 @@ def reference_tree(
         fused = np.asarray(features[t], np.float64) @ head.weight("fuse", "fc", "kernel")
         out, row = head.pair(tokens[t + 1], fused, t, rows)
         rows.append(row)
-    for token in guessed:
-        out, row = head.pair(token, out, len(rows), rows)
-        rows.append(row)
-    length = len(tokens) + len(guessed)
-    pool = [Node(token, -1, logp, 1) for token, logp in head.best(out, top_k, length)]
+    width, length = width or top_k, len(tokens)
+    pool = [Node(token, -1, logp, 1) for token, logp in head.best(out, width, length)]
     frontier = list(range(len(pool)))
     for _ in range(depth - 1):
         children: list[int] = []
@@ -123,13 +121,13 @@ def reference_tree(
                 above.append(pool[up].rows)
                 up = pool[up].parent
             state = out if node.parent < 0 else pool[node.parent].state
-            position = len(tokens) + len(guessed) - 1 + node.depth - 1
+            position = length - 1 + node.depth - 1
             node.state, node.rows = head.pair(node.token, state, position, rows + above[::-1])
             for token, logp in head.best(node.state, top_k, length + node.depth):
                 children.append(len(pool))
                 pool.append(Node(token, i, node.score + logp, node.depth + 1))
-        frontier = sorted(children, key=lambda i: -pool[i].score)[:top_k]
+        frontier = sorted(children, key=lambda i: -pool[i].score)[:width]
     chosen = sorted(range(len(pool)), key=lambda i: -pool[i].score)[: num_nodes - 1]
     place = {-1: 0, **{i: n + 1 for n, i in enumerate(chosen)}}
-    nodes = [([*tokens, *guessed][-1], -1, 0.0)]
+    nodes = [(tokens[-1], -1, 0.0)]
     return nodes + [(pool[i].token, place[pool[i].parent], pool[i].score) for i in chosen]

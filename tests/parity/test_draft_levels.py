@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 
 from common.types import DraftTree, TreeShape
-from draft_service.engine import DeviceEngine
+from draft_service.engine import AheadShape, DeviceEngine
 from draft_service.step import SequenceWork
 from tests.parity.draft_reference import ReferenceHead, reference_tree
 from tests.parity.draft_tiny import VOCAB, random_history, tiny_engine, tiny_head, work
 from tests.parity.test_draft_trees import PAGES, assert_same_tree, reference_of
 
 SHAPE = TreeShape(max_depth=5, top_k=3, max_nodes=12)
+AHEAD = AheadShape(max_depth=6, max_nodes=30, top_k=3, max_rows=16)
 HISTORY = random_history(2, 5)
 
 
 @pytest.fixture(scope="module")
 def tiny() -> tuple[ReferenceHead, DeviceEngine]:
     head, params = tiny_head(5)
-    return reference_of(head, params), tiny_engine(head, params, tree=SHAPE, max_guessed=2)
+    return reference_of(head, params), tiny_engine(head, params, tree=SHAPE, ahead=AHEAD)
 
 
 def drafting(**changes: Any) -> SequenceWork:
@@ -37,7 +38,7 @@ def only(engine: DeviceEngine, *works: SequenceWork) -> list[DraftTree]:
     trees: list[DraftTree] = []
     for outcome in engine.run(works):
         assert outcome.tree is not None
-        outcome.tree.validate(VOCAB, SHAPE.max_nodes)
+        outcome.tree.validate(VOCAB, AHEAD.max_nodes)
         trees.append(outcome.tree)
     return trees
 
@@ -85,22 +86,19 @@ def test_the_mean_of_a_step_decides_and_empty_slots_do_not(tiny: Any) -> None:
             assert trees[0].num_nodes > len(reference(head, 1))
 
 
-def test_levels_below_guessed_tokens(tiny: Any) -> None:
+@pytest.mark.parametrize("num_levels", [1, 3])
+def test_trees_ahead_have_as_many_levels_as_are_wanted(tiny: Any, num_levels: int) -> None:
     head, engine = tiny
-    guessed = np.array([3, 1], np.int32)
-    (tree,) = only(engine, drafting(guessed=guessed, max_levels=2))
-    nodes = reference_tree(head, *HISTORY, 2, SHAPE.top_k, SHAPE.max_nodes, guessed=(3, 1))
-    assert_same_tree(tree, nodes)
+    (tree,) = only(engine, drafting(ahead=True, max_levels=num_levels))
+    assert_same_tree(tree, reference_tree(head, *HISTORY, num_levels, 3, 30, width=16))
 
 
 def test_measuring_levels_changes_no_later_tree(tiny: Any) -> None:
     head, engine = tiny
-    found = engine.measure_levels()
-    sizes = [size for size, _ in found]
-    assert sizes == sorted(
-        b.num_sequences for b in engine.config.buckets() if b.drafts and not b.num_guessed
-    )
-    assert all(seconds >= 0 for _, seconds in found)
-    assert found[-1][1] > 0
+    for ahead in (False, True):
+        found = engine.measure_levels(ahead)
+        assert [size for size, _ in found] == [1, 2]
+        assert all(seconds >= 0 for _, seconds in found)
+        assert found[-1][1] > 0
     (tree,) = only(engine, drafting())
     assert_same_tree(tree, reference(head, SHAPE.max_depth))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.types import DraftTree, TreeShape
-from draft_service.engine import DeviceEngine
+from draft_service.engine import AheadShape, DeviceEngine
 from draft_service.step import NoiseKey
 from kernels.cpu_matmul.api import is_available
 from models import packing
@@ -46,6 +46,13 @@ def assert_equal_trees(one: DraftTree, other: DraftTree) -> None:
     np.testing.assert_allclose(one.scores, other.scores, atol=2e-4)
 
 
+def assert_bits_equal(one: DraftTree | None, other: DraftTree | None) -> None:
+    assert one is not None
+    assert other is not None
+    for name in ("tokens", "parents", "scores"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
 @pytest.fixture(scope="module")
 def tiny() -> tuple[Any, Any, DeviceEngine]:
     head, params = tiny_head(3)
@@ -77,58 +84,87 @@ def test_tree_equals_the_reference(shape: TreeShape) -> None:
         tree.validate(VOCAB, shape.max_nodes)
 
 
-@pytest.mark.parametrize("guessed", [(3,), (3, 1, 4, 1), (2, 7, 1, 8, 2, 8)])
-@pytest.mark.parametrize("top_k", [2, 8])
-def test_tree_below_guessed_tokens_equals_the_reference(
-    guessed: tuple[int, ...], top_k: int
+@pytest.mark.parametrize(
+    ("ahead", "top_k", "widths"),
+    [
+        (AheadShape(max_depth=5, max_nodes=64, top_k=5, max_rows=16), 3, (16, 8)),
+        (
+            AheadShape(max_depth=3, max_nodes=256, top_k=5, max_rows=3),
+            2,
+            (2, 2),
+        ),  # fewer candidates
+    ],
+)
+def test_trees_ahead_equal_the_reference(
+    ahead: AheadShape, top_k: int, widths: tuple[int, int]
 ) -> None:
-    shape = TreeShape(max_depth=5, top_k=top_k, max_nodes=14)
+    """As wide as one sequence or two let them be, in one and in two words of ancestor bits."""
+    shape = TreeShape(max_depth=2, top_k=top_k, max_nodes=5)
     head, params = tiny_head(5)
-    engine = tiny_engine(head, params, tree=shape, max_guessed=6)
+    engine = tiny_engine(head, params, tree=shape, ahead=ahead)
     tokens, features = random_history(2, 6)
-    bare = grow(engine, tokens, features, [3], PAGES)  # and again, with what is in pages kept
-    last = work(tokens, features, 4, 5, PAGES, True)
-    other = replace(last, guessed=np.array([9], np.int32))
-    ahead = engine.run([other, replace(last, guessed=np.array(guessed, np.int32))])
-    nodes = reference_tree(
-        *(reference_of(head, params), tokens, features, 5, top_k, 14), guessed=guessed
-    )
-    assert ahead[1].tree is not None
-    assert_same_tree(ahead[1].tree, nodes)
-    assert ahead[0].tree is not None
-    assert ahead[0].tree.tokens[0] == 9
-    assert_equal_trees(engine.run([last])[0].tree, bare)  # type: ignore[arg-type]
+    ordinary = grow(engine, tokens, features, [3], PAGES)
+    last = replace(work(tokens, features, 4, 5, PAGES, True), ahead=True)
+    for num_sequences, width in enumerate(widths, start=1):
+        nodes = reference_tree(
+            *(reference_of(head, params), tokens, features, ahead.max_depth),
+            top_k=min(5, width), num_nodes=ahead.max_nodes, width=width,
+        )  # fmt: skip
+        for outcome in engine.run([last] * num_sequences):
+            assert outcome.tree is not None
+            assert_same_tree(outcome.tree, nodes)
+            outcome.tree.validate(VOCAB, ahead.max_nodes)
+    again = engine.run([replace(last, ahead=False)])[0].tree
+    assert again is not None
+    assert_equal_trees(again, ordinary)
 
 
-@pytest.mark.parametrize("guessed", [(), (3, 1, 4)])
-def test_sampled_sequences_are_ordered_with_the_targets_noise(guessed: tuple[int, ...]) -> None:
+def test_a_tree_ahead_that_is_no_wider_is_the_same_bit_for_bit() -> None:
+    shape = TreeShape(max_depth=4, top_k=4, max_nodes=12)
+    head, params = tiny_head(3)
+    ahead = AheadShape(max_depth=4, max_nodes=12, max_rows=4)
+    engine = tiny_engine(head, params, tree=shape, ahead=ahead)
+    tokens, features = random_history(2, 4)
+    last = work(tokens, features, 0, 3, PAGES, True)
+    ordinary, same = (engine.run([replace(last, ahead=ahead)])[0].tree for ahead in (False, True))
+    assert_bits_equal(same, ordinary)
+
+
+def test_a_step_is_of_one_kind_and_compiled_for() -> None:
+    head, params = tiny_head(5)
+    tokens, features = random_history(2, 6)
+    last = work(tokens, features, 0, 3, PAGES, True)
+    with pytest.raises(ValueError, match="ahead: this engine has no programs"):
+        tiny_engine(head, params).run([replace(last, ahead=True)])
+    engine = tiny_engine(head, params, ahead=AheadShape())
+    with pytest.raises(ValueError, match="ahead: all trees of a step are ahead, or none"):
+        engine.run([last, replace(last, ahead=True)])
+    narrow = replace(head, windows=(64,))
+    with pytest.raises(ValueError, match="attention_window_tokens: 64 must exceed 224"):
+        tiny_engine(narrow, params, ahead=AheadShape())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_sampled_sequences_are_ordered_with_the_targets_noise(ahead: bool) -> None:
     """Beside a greedy one in the same step; positions count from the sequence's beginning."""
     shape = TreeShape(max_depth=4, top_k=3, max_nodes=12)
     head, params = tiny_head(5)
-    engine = tiny_engine(head, params, tree=shape, max_guessed=4)
+    wide = AheadShape(max_depth=4, max_nodes=12, top_k=3, max_rows=8)
+    engine = tiny_engine(head, params, tree=shape, ahead=wide)
     tokens, features = random_history(2, 6)
-    greedy = grow(engine, tokens, features, [], PAGES)
-    last = replace(work(tokens, features, 4, 5, PAGES, True), guessed=np.array(guessed, np.int32))
+    grow(engine, tokens, features, [], PAGES)
+    last = replace(work(tokens, features, 4, 5, PAGES, True), ahead=ahead)
     seed, temperature = (7 << 32) + 12345, 0.8
     sampled = replace(last, noise=NoiseKey(seed, temperature, len(tokens)))
     one, other = (outcome.tree for outcome in engine.run([sampled, last]))
     assert one is not None
     assert other is not None
     reference = reference_of(head, params)
+    width = 4 if ahead else 3
+    assert_same_tree(other, reference_tree(reference, tokens, features, 4, 3, 12, width))
     reference.temperature, reference.seed = temperature, seed
-    assert_same_tree(one, reference_tree(reference, tokens, features, 4, 3, 12, guessed))
+    assert_same_tree(one, reference_tree(reference, tokens, features, 4, 3, 12, width))
     assert one.tokens.tolist() != other.tokens.tolist()
-    if not guessed:
-        assert_equal_trees(other, greedy)
-
-
-def test_more_guessed_tokens_than_compiled_for_are_refused() -> None:
-    head, params = tiny_head(5)
-    engine = tiny_engine(head, params, max_guessed=2)
-    tokens, features = random_history(2, 6)
-    long = replace(work(tokens, features, 0, 3, PAGES, True), guessed=np.zeros(3, np.int32))
-    with pytest.raises(ValueError, match="guessed: 3 tokens; at most 2"):
-        engine.run([long])
 
 
 def test_every_prefix_is_a_tree_and_scores_fall(tiny: Any) -> None:

@@ -51,7 +51,6 @@ class ToyEngine:
         ]
         assert None not in read
         pairs = [pair for pair in read if pair is not None]
-        pairs += [(int(token), -1.0, -1.0) for token in work.guessed]
-        tokens = np.array([[*work.tokens, *work.guessed][-1], digest(pairs)], np.int32)
+        tokens = np.array([work.tokens[-1], digest(pairs)], np.int32)
         scores = np.array([0.0, -1.0], np.float32)
         return SequenceOutcome(tree=DraftTree(tokens, np.array([-1, 0], np.int32), scores))

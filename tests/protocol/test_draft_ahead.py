@@ -1,4 +1,4 @@
-"""The three machines with draft ahead, where verify is slow enough for the draft to foresee.
+"""The three machines where no round waits for a tree, and trees are grown for rounds to come.
 
 Each turn: verify has a step under way, frames and features arrive, the draft works, verify's step
 ends. What an adversary does to it is in `test_three_machines`.
@@ -12,14 +12,15 @@ import pytest
 from three_machines import DRAFT_LIMITS, VERIFY_LIMITS, Generating, Replica
 from verify_toy import continuation
 
-from common.types import SamplingParams, TreeShape
+from common.types import Drafting, SamplingParams, TreeShape
 from router import codec
 from router.drafting import DraftSettings
 from router.generation import Generation
-from router.machine import GenerationMachine, MachineSettings, Phase
+from router.machine import GenerationMachine, MachineSettings
 from router.output_text import OutputText
 from router.stops import StopStrings
 from tests.protocol.test_router_machine import NumberText
+from verify_service.draft_gate import FixedWay
 
 ID = bytes(16)
 PROMPT = (0, 1)
@@ -29,7 +30,8 @@ class World:
     """One generation on one replica of each service; frames arrive as soon as they are sent."""
 
     def __init__(self, max_total_tokens: int = 24, stop_tokens: tuple[int, ...] = ()) -> None:
-        self.verify, self.draft = Replica("verify"), Replica("draft")
+        self.verify = Replica("verify", gate=lambda: FixedWay(Drafting.AHEAD))
+        self.draft = Replica("draft")
         generation = Generation(
             request_id="r",
             prompt_tokens=PROMPT,
@@ -38,7 +40,7 @@ class World:
             stop_token_ids=stop_tokens,
             tree=TreeShape(max_depth=3, top_k=2, max_nodes=6),
         )
-        settings = DraftSettings(deadline_seconds=1e9, max_outcomes=2)
+        settings = DraftSettings(deadline_seconds=1e9, draft_ahead=True)
         self.machine = GenerationMachine(
             *(generation, ID, OutputText(NumberText(), StopStrings(()))),
             MachineSettings(draft=settings, max_tree_nodes=8),
@@ -46,7 +48,6 @@ class World:
         )
         self.here = Generating(self.machine, self.verify, self.draft)
         self.now = 0.0
-        self.num_hits = 0
         self.here.perform(self.machine.start(0.0, draft_up=True))
 
     def move_frames(self) -> None:
@@ -66,7 +67,6 @@ class World:
     def _deliver(self, replica: Replica, message: Any) -> None:
         if replica is self.verify:
             said = codec.decode_verify(message)
-            self.num_hits += bool(getattr(said, "next_begun", False))
             self.here.perform([] if said is None else self.machine.on_verify(said, self.now))
         else:
             heard = codec.decode_draft(message)
@@ -110,39 +110,57 @@ class World:
         assert self.draft.machine.page_counts.available == DRAFT_LIMITS.num_pages
 
 
-def test_a_foreseen_outcome_goes_on_without_the_router() -> None:
+def test_rounds_come_from_what_is_left_of_trees_ahead() -> None:
     world = World()
     world.run()
-    assert world.num_hits >= 2
-    assert world.verify.machine.num_foreseen[0] == world.num_hits
-    assert world.machine.num_foreseen_rounds == world.num_hits
+    ahead, alone = world.verify.machine.num_ahead
+    assert ahead > alone, "the first rounds had none to be there"
+    # A tree may be left with its root alone, at the sequence's end.
+    assert 2 <= world.machine.num_ahead_rounds <= ahead
     assert world.machine.statistics.num_accepted > 0
     assert len(world.here.tokens) == 22
     assert world.machine.num_reopened == world.machine.statistics.num_rollbacks == 0
 
 
-def test_trees_that_come_behind_the_result_are_sent_by_the_router() -> None:
+def test_no_round_waits_for_a_draft_that_is_away() -> None:
     world = World()
-    num_late = 0
+    world.draft_works = lambda steps=4: None  # type: ignore[method-assign]
+    turns = 0
     while not world.machine.ended:
+        world.turn()
+        turns += 1
+    assert turns <= 22 + 2
+    assert world.machine.num_ahead_rounds == 0
+
+
+def test_trees_that_come_a_round_late_are_of_use_from_where_the_sequence_is() -> None:
+    """Each tree's step ends behind the round that it was wished in, when a newer wish is there."""
+    world = World()
+    while not world.machine.ended:
+        world.now += 0.1
         world.move_frames()
-        while world.machine.phase is Phase.TREE:
-            world.draft_works(steps=1)  # the round's tree, and verify is told it
         world.verify.launch(world.now)
-        world.draft.launch(world.now)  # trees ahead; their frame waits
         while world.draft.launched:
             world.draft.retire(world.now)
         while world.verify.launched:
             world.verify.retire(world.now)
-        before = world.machine.num_foreseen_rounds
-        world.move_frames()  # verify's first
-        num_late += world.machine.num_foreseen_rounds - before
+        late = list(world.draft.outbox)
+        world.draft.outbox.clear()
+        world.move_frames()
+        for _ in range(3):  # rows alone, then a tree
+            works = world.draft.launched[-1] if world.draft.launched else ()
+            if any(work.ahead for work in works):
+                break
+            while world.draft.launched:
+                world.draft.retire(world.now)
+            world.draft.launch(world.now)
+        world.draft.outbox += late
         assert world.here.tokens == continuation(list(PROMPT), len(world.here.tokens))
-    assert num_late >= 2
-    assert world.num_hits == 0
+    assert world.machine.num_ahead_rounds >= 2
+    assert len(world.here.tokens) == 22
 
 
-def test_a_slow_draft_costs_nothing_but_its_hits() -> None:
+def test_a_slow_draft_costs_nothing_but_its_trees() -> None:
     world = World()
     world.run(draft_is_fast=False)
     assert len(world.here.tokens) == 22

@@ -6,7 +6,7 @@ in any order and twice, streams break, pages suffice for a part of the sequences
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.types import FeatureRows, TreeShape
 from draft_service.commands import Attach, Close, Extend, Open, Rollback
-from draft_service.events import Closed, Evicted, Failed, StateReport, TreeReady
+from draft_service.events import Closed, Evicted, Failed, GrownTree, StateReport, TreeReady
 from draft_service.limits import DraftLimits
 from draft_service.machine import DraftMachine
 from tests.protocol.draft_toy import PAGE_SIZE, VOCAB, Pair, ToyEngine, digest
@@ -35,6 +35,7 @@ LIMITS = DraftLimits(
     max_draft_rows=3,
     max_extend_rows=8,
     recent_rows=2,
+    ahead=TreeShape(max_depth=6, top_k=8, max_nodes=16),
     grace_seconds=10.0,
 )
 
@@ -53,6 +54,8 @@ class Known:
     rolled_back: bool = False  # since the last token: the root alone may come
     asked: bool = False  # `round`, since the last rollback
     cap: int = 8  # nodes that it asked for
+    ahead: bool = False  # `round`'s tree is for rounds to come
+    lengths: dict[int, int] = field(default_factory=dict)  # by rounds ahead since the rollback
 
     def feature(self, position: int) -> tuple[float, float]:
         """Depends on all tokens up to the position, as a target's does."""
@@ -63,7 +66,10 @@ class Known:
 
     @property
     def pairs(self) -> list[Pair]:
-        span = range(self.features_from, len(self.tokens) - 1)
+        return self.pairs_of(len(self.tokens))
+
+    def pairs_of(self, committed_len: int) -> list[Pair]:
+        span = range(self.features_from, committed_len - 1)
         return [(self.tokens[t + 1], *self.feature(t)) for t in span]
 
 
@@ -102,8 +108,13 @@ class DraftModel(RuleBasedStateMachine):
             known.features_from = 0
 
     @precondition(lambda self: self.known)
-    @rule(pick=st.integers(0, 99), num=st.integers(0, 5), cap=st.sampled_from([1, 2, 8]))
-    def extend(self, pick: int, num: int, cap: int) -> None:
+    @rule(
+        pick=st.integers(0, 99),
+        num=st.integers(0, 5),
+        cap=st.sampled_from([1, 2, 8]),
+        ahead=st.booleans(),
+    )
+    def extend(self, pick: int, num: int, cap: int, ahead: bool) -> None:
         known = self.pick(pick)
         num = min(num, MAX_TOKENS - len(known.tokens))
         fresh = [digest([(len(known.tokens) + i, float(pick), 0.0)]) for i in range(num)]
@@ -111,6 +122,9 @@ class DraftModel(RuleBasedStateMachine):
         known.tokens += fresh
         known.round, known.asked, known.cap = known.round + 1, True, cap
         known.waits, known.rolled_back = True, known.rolled_back and not num
+        known.ahead = ahead
+        if ahead:
+            known.lengths[known.round] = len(known.tokens)
         self.send(known, self.extend_command(known, base, tuple(fresh), cap))
 
     @precondition(lambda self: self.known)
@@ -135,6 +149,7 @@ class DraftModel(RuleBasedStateMachine):
         del known.tokens[length:]
         known.waits, known.rolled_back = False, True
         known.asked = False
+        known.lengths.clear()
         self.send(
             known,
             Rollback(
@@ -259,6 +274,7 @@ class DraftModel(RuleBasedStateMachine):
         return Extend(
             sequence_id=known.sequence_id, epoch=known.epoch, round=known.round, base_len=base,
             tokens=tokens, tree=TreeShape(max_depth=4, top_k=2, max_nodes=max_nodes),
+            ahead=known.ahead,
         )  # fmt: skip
 
     def send(self, known: Known, command: Any) -> None:
@@ -287,8 +303,11 @@ class DraftModel(RuleBasedStateMachine):
     def check_tree(self, known: Known, event: TreeReady) -> None:
         if event.epoch != known.epoch:
             return  # of a life that ended with a takeover on its way
-        self.num_trees += 1
         grown = event.grown
+        if grown.round != known.round:
+            self.check_late_tree(known, grown)
+            return
+        self.num_trees += 1
         assert grown.round == known.round
         assert grown.committed_len == len(known.tokens)
         tokens = grown.tree.tokens.tolist()
@@ -299,6 +318,14 @@ class DraftModel(RuleBasedStateMachine):
             assert not known.pairs or known.rolled_back or nearly_full or known.cap == 1
         else:
             assert tokens[1:] == [digest(known.pairs)]
+
+    def check_late_tree(self, known: Known, grown: GrownTree) -> None:
+        """One ahead whose step was under way when a newer wish came; no token of it is gone."""
+        assert grown.ahead
+        assert grown.committed_len == known.lengths[grown.round]
+        tokens = grown.tree.tokens.tolist()
+        assert tokens[0] == known.tokens[grown.committed_len - 1]
+        assert tokens[1:] in ([], [digest(known.pairs_of(grown.committed_len))])
 
 
 def sequence_has_tree(machine: DraftMachine, known: Known) -> bool:

@@ -19,6 +19,7 @@ from group_of_threads import Group
 from common.group.life import FollowingEngine
 from common.group.terms import GroupLost
 from common.types import SamplingParams
+from draft_service.engine import AheadShape
 from draft_service.engine import DeviceEngine as DraftEngine
 from draft_service.step import NoiseKey
 from models.target import init_target
@@ -74,9 +75,9 @@ def drafting(tokens: Sequence[int], features: Any, **changes: Any) -> Any:
 
 
 def test_a_drafts_follower_has_the_leaders_pages(hosts: Hosts) -> None:
-    """Extends, drafts, trees on guessed tokens, ordered by noise, a page copied, fewer levels."""
+    """Extends, drafts, trees ahead, ordered by noise, a page copied, fewer levels."""
     head, params = tiny_head(3)
-    follower = tiny_engine(head, params, max_guessed=2, max_sequences=1)
+    follower = tiny_engine(head, params, ahead=AheadShape(), max_sequences=1)
     follower.warm_up()
     leader = DraftEngine(head, params, follower.config, group=hosts.group.leader)
     leader._programs = follower._programs
@@ -86,7 +87,7 @@ def test_a_drafts_follower_has_the_leaders_pages(hosts: Hosts) -> None:
     steps = [
         [work(tokens, features, 0, 10, [3, 1, 4, 9], False)],
         [drafting(tokens, features, noise=noise)],
-        [drafting(tokens, features, guessed=np.array([3, 1], np.int32))],
+        [drafting(tokens, features, ahead=True)],
         [drafting(tokens, features, page_ids=np.array([3, 1, 7, 9], np.int32), page_copy=(4, 7))],
         [drafting(tokens, features, max_levels=1, least_reach=0.5)],
     ]

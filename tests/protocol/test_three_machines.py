@@ -74,7 +74,7 @@ class Adversary(RuleBasedStateMachine):
                 index.to_bytes(16, "big"),
                 OutputText(NumberText(), StopStrings(())),
                 MachineSettings(
-                    draft=DraftSettings(deadline_seconds=1.0, catch_up_tokens=6, max_outcomes=2),
+                    draft=DraftSettings(deadline_seconds=1.0, catch_up_tokens=6, draft_ahead=True),
                     max_tree_nodes=8,
                     verify_lost_seconds=1e9,
                     max_recoveries=1000,

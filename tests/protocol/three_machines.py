@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from verify_toy import ToyEngine as VerifyEngine
 
 from canopy.v1 import draft_pb2, types_pb2, verify_pb2
 from common.tensors import split_rows
-from common.types import DraftTree, TreeShape
+from common.types import Drafting, DraftTree, TreeShape
 from draft_service import codec as draft_codec
 from draft_service.limits import DraftLimits
 from draft_service.machine import DraftMachine
@@ -53,7 +53,8 @@ DRAFT_LIMITS = DraftLimits(
     vocab_size=VOCAB, feature_size=2, max_context_len=24,
     tree=TreeShape(max_depth=3, top_k=2, max_nodes=6), max_sequences=4,
     page_size=DRAFT_PAGE_SIZE, num_pages=9, max_step_sequences=2, max_draft_rows=3,
-    max_extend_rows=8, max_outcomes=2, recent_rows=4, grace_seconds=30.0,
+    max_extend_rows=8, recent_rows=4, grace_seconds=30.0,
+    ahead=TreeShape(max_depth=6, top_k=2, max_nodes=16),
 )  # fmt: skip
 
 
@@ -78,35 +79,36 @@ class DraftEngine(DraftPages):
             assert after[2] == before[0], "a feature of another token"
         assert pairs[0] is not None
         known = [int(pairs[0][2]), *(pair[0] for pair in pairs if pair is not None)]
-        known += work.guessed.tolist()
         whole = pairs[0][1] == 0
-        nodes, path, rest = [known[-1]], list(known), list[tuple[int, int]]()
-        for depth in range(1, 5):
+        nodes, parents, path = [known[-1]], [-1], list(known)
+        last = 0
+        for depth in range(1, 7 if work.ahead else 4):
             right = next_token(path) if whole else 0
             wrong = (right + 1) % VOCAB
             token, other = (right, wrong) if (len(known) + depth) % 3 else (wrong, right)
-            rest.append((other, depth - 1))  # what is grown and not sent: outcomes
-            nodes.append(token)
+            nodes += [token, other]
+            parents += [last, last]
+            if work.ahead and token != right:  # goes on where the target does
+                token = right
+            last = len(nodes) - (2 if nodes[-2] == token else 1)
             path.append(token)
-        deepest = (nodes.pop(), len(nodes) - 1)  # beyond the depth that is sent
-        parents = [*range(-1, len(nodes) - 1), *(parent for _, parent in (deepest, *rest))]
-        nodes += [token for token, _ in (deepest, *rest)]
         scores = -np.arange(len(nodes), dtype=np.float32)
         tree = DraftTree(np.array(nodes, np.int32), np.array(parents, np.int32), scores)
         return SequenceOutcome(tree=tree)
 
 
 class FickleGate(DraftGate):
-    """Asks for trees in rounds 0 to 5 of every 8: both ways, and the way from one to the other."""
+    """Each way for some rounds, and so the way from each to the next."""
 
     num_rounds = 0
 
     @property
-    def wants_tree(self) -> bool:
-        return self.num_rounds % 8 < 6
+    def drafting(self) -> Drafting:
+        ways = (Drafting.SYNCHRONOUS, Drafting.AHEAD, Drafting.NONE, Drafting.AHEAD)
+        return ways[self.num_rounds // 5 % 4]
 
-    def note_round(self, had_tree: bool, tokens: int, seconds: float, num_sequences: int) -> None:
-        super().note_round(had_tree, tokens, seconds, num_sequences)
+    def note_round(self, way: Drafting, tokens: int, seconds: float, num_sequences: int) -> None:
+        super().note_round(way, tokens, seconds, num_sequences)
         self.num_rounds += 1
 
 
@@ -118,6 +120,7 @@ class Replica:
     """
 
     kind: str
+    gate: Callable[[], Any] = FickleGate  # verify's
     machine: Any = None
     engine: Any = None
     up: bool = True
@@ -140,7 +143,7 @@ class Replica:
     def crash(self) -> None:
         """The process is started anew and knows nothing."""
         if self.kind == "verify":
-            self.machine = VerifyMachine(VERIFY_LIMITS, gate=FickleGate())
+            self.machine = VerifyMachine(VERIFY_LIMITS, gate=self.gate())
             self.engine = VerifyEngine(VERIFY_LIMITS.num_pages, VERIFY_LIMITS.page_size)
         else:
             self.machine = DraftMachine(DRAFT_LIMITS)

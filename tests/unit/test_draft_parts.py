@@ -15,7 +15,6 @@ from draft_service.events import Evicted, Failed, TreeReady
 from draft_service.features import FeatureStore
 from draft_service.limits import DraftLimits
 from draft_service.machine import DraftMachine
-from draft_service.stepper import cut_to
 from draft_service.streams import WINDOW_BYTES, StreamHub
 from tests.protocol.draft_toy import VOCAB, ToyEngine, digest
 
@@ -112,11 +111,11 @@ def test_tree_is_cut_by_depth_then_children_then_nodes() -> None:
         np.array([-1, 0, 0, 0, 1, 1, 3, 4], np.int32),
         -np.arange(8, dtype=np.float32),
     )
-    cut = cut_to(tree, TreeShape(max_depth=2, top_k=8, max_nodes=8))
+    cut = tree.within(TreeShape(max_depth=2, top_k=8, max_nodes=8))
     assert cut.tokens.tolist() == [10, 11, 12, 13, 14, 15, 16]
-    cut = cut_to(tree, TreeShape(max_depth=3, top_k=1, max_nodes=8))
+    cut = tree.within(TreeShape(max_depth=3, top_k=1, max_nodes=8))
     assert (cut.tokens.tolist(), cut.parents.tolist()) == ([10, 11, 14, 17], [-1, 0, 1, 2])
-    cut = cut_to(tree, TreeShape(max_depth=3, top_k=2, max_nodes=3))
+    cut = tree.within(TreeShape(max_depth=3, top_k=2, max_nodes=3))
     assert cut.tokens.tolist() == [10, 11, 12]
 
 
