@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
@@ -22,6 +23,7 @@ from draft_service.batch import Bucket as DraftBucket
 from draft_service.engine import DeviceEngine as DraftEngine
 from draft_service.engine import EngineConfig as DraftConfig
 from draft_service.feature_words import num_words
+from draft_service.int8 import quantise, reading_int8
 from kernels.adjust_logits.types import SlotState
 from kernels.backend import Backend
 from kernels.chips import Chip
@@ -29,6 +31,7 @@ from kernels.kv_layout import pages_shape
 from models.config import TargetConfig, default_boundaries
 from models.eagle3 import FeatureKind, FuseNorm, HeadConfig, TableSource
 from models.eagle3.module import head_shapes
+from models.layers import Params
 from models.rope import RopeConfig
 from models.row_major import is_looked_up
 from models.sharding import (
@@ -243,11 +246,11 @@ def _large(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _weight(
-    config: Split, path: tuple[str, ...], own: tuple[int, ...], spec: PartitionSpec
+    config: Split, path: tuple[str, ...], own: jax.ShapeDtypeStruct, spec: PartitionSpec
 ) -> Argument:
-    """As it lies when it was loaded; `own`: the shape of a chip's part."""
-    shape = global_shape(config, path, own)
-    return Argument(shape, BF16, spec, row_major=is_looked_up(path))
+    """As it lies when it was loaded; `own`: a chip's part."""
+    shape = global_shape(config, path, tuple(own.shape))
+    return Argument(shape, own.dtype, spec, row_major=is_looked_up(path))
 
 
 def _nbytes(shape: tuple[int, ...]) -> int:
@@ -292,7 +295,10 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
         page_size=served.page_size,
         head_dim=target.head_dim,
     )
-    weights = [_weight(target, path, own, specs[path]) for path, own in local.items()]
+    weights = [
+        _weight(target, path, jax.ShapeDtypeStruct(own, BF16), specs[path])
+        for path, own in local.items()
+    ]
     pages = Argument(shape, BF16, PAGES_SPEC if mesh else WHOLE)
     buffer = Argument((config.shape.packing(bucket).size,), jnp.int32)
     slots = (config.max_sequences, target.stored_vocab_size)
@@ -343,9 +349,25 @@ def head_of(target: TargetConfig) -> HeadConfig:
     )
 
 
-def draft(served: Served, chip: Chip, mesh: Mesh | None = None) -> Step:
+def _head_leaves(head: HeadConfig, int8: bool) -> Params:
+    """A chip's part of each parameter but the ids of the draft vocabulary, as the engine lays it
+    out on a TPU (draft_service/scoring.py)."""
+    vocabulary, size = head.local_draft_vocab_size, head.hidden_size
+    params = {
+        **head_shapes(head),
+        "embedding": jax.ShapeDtypeStruct((head.local_target_vocab_size, size), BF16),
+        "lm_head": jax.ShapeDtypeStruct((vocabulary, size), BF16),
+        "draft_to_target": jax.ShapeDtypeStruct((vocabulary,), jnp.int32),
+    }
+    leaves = jax.eval_shape(quantise, params) if int8 else params
+    kept = {name: leaf for name, leaf in leaves.items() if name not in ("lm_head", "draft_to_target")}
+    turned = jax.ShapeDtypeStruct((size, vocabulary), leaves["lm_head"].dtype)
+    return {**kept, "lm_head_turned": turned}
+
+
+def draft(served: Served, chip: Chip, mesh: Mesh | None = None, *, int8: bool = False) -> Step:
     """The draft engine's drafting step: up to eight new pairs a sequence, six depths, the tree;
-    split over `mesh` if it is there.
+    split over `mesh` if it is there; `int8`: with matrices in 8 bits.
     """
     head = head_of(dataclasses.replace(served.target, num_shards=1))
     head = head.with_shards(mesh.size) if mesh else head
@@ -364,16 +386,16 @@ def draft(served: Served, chip: Chip, mesh: Mesh | None = None) -> Step:
     engine._feature_dtype = np.dtype(BF16)
     engine._feature_words = num_words(head.feature_size, BF16)
     bucket = DraftBucket(served.sequences, served.sequences * config.max_draft_rows, True)
-    local = {path: tuple(leaf.shape) for path, leaf in flatten(head_shapes(head))}
-    local[("embedding",)] = (head.local_target_vocab_size, head.hidden_size)
-    local[("lm_head_turned",)] = (head.hidden_size, head.local_draft_vocab_size)
+    leaves = dict(flatten(_head_leaves(head, int8)))
+    local = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     specs = {path: parameter_spec(path) if mesh else WHOLE_SPEC for path in local}
     inputs = ({**unflatten(dict(specs)), "draft_to_target": WHOLE_SPEC}, PAGES_SPEC, WHOLE_SPEC)
     step: Any = split_over(mesh, engine._make_step(bucket), inputs, (PAGES_SPEC, WHOLE_SPEC))
 
     def run(pages: Any, buffer: Any, to_target: Any, *leaves: Any) -> Any:
         params = unflatten(dict(zip(local, leaves, strict=True)))
-        return step({**params, "draft_to_target": to_target}, pages, buffer)
+        with reading_int8():
+            return step({**params, "draft_to_target": to_target}, pages, buffer)
 
     shape = pages_shape(
         num_layers=1,
@@ -390,7 +412,7 @@ def draft(served: Served, chip: Chip, mesh: Mesh | None = None) -> Step:
                 Argument(shape, BF16, PAGES_SPEC if mesh else WHOLE),
                 Argument((size,), jnp.int32),
                 Argument((head.draft_vocab_size,), jnp.int32),
-                *[_weight(head, path, own, specs[path]) for path, own in local.items()],
+                *[_weight(head, path, leaf, specs[path]) for path, leaf in leaves.items()],
             ],
             donate=(0,),
         ),
