@@ -360,7 +360,9 @@ def _head_leaves(head: HeadConfig, int8: bool) -> Params:
         "draft_to_target": jax.ShapeDtypeStruct((vocabulary,), jnp.int32),
     }
     leaves = jax.eval_shape(quantise, params) if int8 else params
-    kept = {name: leaf for name, leaf in leaves.items() if name not in ("lm_head", "draft_to_target")}
+    kept = {
+        name: leaf for name, leaf in leaves.items() if name not in ("lm_head", "draft_to_target")
+    }
     turned = jax.ShapeDtypeStruct((size, vocabulary), leaves["lm_head"].dtype)
     return {**kept, "lm_head_turned": turned}
 

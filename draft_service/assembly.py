@@ -85,8 +85,8 @@ def build_engine(config: DraftConfig, group: Leader | None = None) -> tuple[Devi
         _check_fusable(config, head)
         del params[FUSE]  # verify has it
     head = with_window(head, config.attention_window_tokens)
-    if config.weights == "int8":
-        params = quantise(params)
+    if config.in_int8:
+        params = quantise(params, mesh)
     for choice in head.provenance:
         _logger.info(
             "head setting",

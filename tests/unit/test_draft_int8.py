@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from common.errors import ConfigError
 from draft_service.config import DraftConfig
 from draft_service.int8 import LM_HEAD_SCALE, SCALE, quantise
 from models.target import flatten
@@ -65,6 +64,12 @@ def test_trees_are_those_of_the_dequantised_head() -> None:
     assert not np.allclose(native.scores[1:], int8.scores[1:], rtol=1e-5)
 
 
-def test_int8_over_several_chips_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"weights: int8 and tensor_parallel 2"):
-        DraftConfig.load(["--head", "h", "--weights", "int8", "--tensor-parallel", "2"])
+@pytest.mark.parametrize(
+    ("weights", "platform", "in_int8"),
+    [("auto", "cpu", False), ("auto", "gpu", False), ("auto", "tpu", True),
+     ("native", "tpu", False), ("int8", "cpu", True)],
+)  # fmt: skip
+def test_auto_is_int8_on_a_tpu_alone(weights: str, platform: str, in_int8: bool) -> None:
+    chip = ["--chip", "v5e"] if platform == "tpu" else []
+    flags = ["--head", "h", "--weights", weights, "--platform", platform, *chip]
+    assert DraftConfig.load(flags).in_int8 == in_int8
