@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from benchmarks.aot import WHOLE, Argument
+from benchmarks.aot import WHOLE, Argument, Program
 from benchmarks.programs import Call
 from common.types import TreeShape
 from draft_service.batch import Bucket as DraftBucket
@@ -241,6 +242,27 @@ class Step:
     temp_limit_bytes: int
 
 
+def copied_weights(step: Step, program: Program) -> list[tuple[int, ...]]:
+    """Shapes of large weights that are copied within HBM.
+
+    In front of a product with int8 the compiler writes its other order of rows (tiles of 8 by 128
+    in place of 32 by 128) as a `copy_fusion` whose result is its operand, inside the product: it is
+    how a window is read, takes no memory, and is left out.
+    """
+    retiling = r"^%copy_fusion[\w.]* \(.*\{\n.*\n  ROOT %\S+ = s8\[.* copy\(.*\n\}"
+    rest = dataclasses.replace(program, text=re.sub(retiling, "", program.text, flags=re.MULTILINE))
+    weights = {tuple(sorted(shape)) for shape in step.weights}
+    copies = rest.result_shapes("copy", in_hbm=True)
+    return sorted({shape for shape in copies if tuple(sorted(shape)) in weights})
+
+
+def widened_weights(step: Step, program: Program) -> list[str]:
+    """Of weights that are int8: as what wider arrays they are written down, in HLO's words."""
+    shapes = {a.shape for a in step.call.arguments if a.dtype == jnp.int8}
+    names = "|".join(f"{i},{o}" for i, o in shapes)
+    return sorted(set(re.findall(rf"(?:bf16|f32)\[(?:{names})\]", program.text)) if names else ())
+
+
 def _large(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted({s for s in shapes if len(s) == 2 and s[0] * s[1] >= 2**18}))
 
@@ -295,10 +317,7 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
         page_size=served.page_size,
         head_dim=target.head_dim,
     )
-    weights = [
-        _weight(target, path, jax.ShapeDtypeStruct(own, BF16), specs[path])
-        for path, own in local.items()
-    ]
+    weights = [_weight(target, path, _leaf(own), specs[path]) for path, own in local.items()]
     pages = Argument(shape, BF16, PAGES_SPEC if mesh else WHOLE)
     buffer = Argument((config.shape.packing(bucket).size,), jnp.int32)
     slots = (config.max_sequences, target.stored_vocab_size)
@@ -349,21 +368,25 @@ def head_of(target: TargetConfig) -> HeadConfig:
     )
 
 
+def _leaf(shape: tuple[int, ...], dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+
+
 def _head_leaves(head: HeadConfig, int8: bool) -> Params:
     """A chip's part of each parameter but the ids of the draft vocabulary, as the engine lays it
     out on a TPU (draft_service/scoring.py)."""
     vocabulary, size = head.local_draft_vocab_size, head.hidden_size
     params = {
         **head_shapes(head),
-        "embedding": jax.ShapeDtypeStruct((head.local_target_vocab_size, size), BF16),
-        "lm_head": jax.ShapeDtypeStruct((vocabulary, size), BF16),
-        "draft_to_target": jax.ShapeDtypeStruct((vocabulary,), jnp.int32),
+        "embedding": _leaf((head.local_target_vocab_size, size)),
+        "lm_head": _leaf((vocabulary, size)),
+        "draft_to_target": _leaf((vocabulary,), jnp.int32),
     }
     leaves = jax.eval_shape(quantise, params) if int8 else params
     kept = {
         name: leaf for name, leaf in leaves.items() if name not in ("lm_head", "draft_to_target")
     }
-    turned = jax.ShapeDtypeStruct((size, vocabulary), leaves["lm_head"].dtype)
+    turned = _leaf((size, vocabulary), leaves["lm_head"].dtype)
     return {**kept, "lm_head_turned": turned}
 
 
