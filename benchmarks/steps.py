@@ -230,9 +230,9 @@ SERVED = (
 class Step:
     """A call and what to look for in it.
 
-    `weights`: shapes of the large ones on a chip, which no copy may make; `pages_bytes` of a chip;
-    `vocab_size` that no sort may reach; `temp_limit_bytes`: an eighth of the pages, and what a step
-    cannot be without.
+    `weights`: shapes of the large ones on a chip, which no copy may make; `int8_weights`: those of
+    them that nothing may write down wider; `pages_bytes` of a chip; `vocab_size` that no sort may
+    reach; `temp_limit_bytes`: an eighth of the pages, and what a step cannot be without.
     """
 
     call: Call
@@ -240,6 +240,7 @@ class Step:
     pages_bytes: int
     vocab_size: int
     temp_limit_bytes: int
+    int8_weights: tuple[tuple[int, ...], ...] = ()
 
 
 def copied_weights(step: Step, program: Program) -> list[tuple[int, ...]]:
@@ -258,8 +259,7 @@ def copied_weights(step: Step, program: Program) -> list[tuple[int, ...]]:
 
 def widened_weights(step: Step, program: Program) -> list[str]:
     """Of weights that are int8: as what wider arrays they are written down, in HLO's words."""
-    shapes = {a.shape for a in step.call.arguments if a.dtype == jnp.int8}
-    names = "|".join(f"{i},{o}" for i, o in shapes)
+    names = "|".join(f"{i},{o}" for i, o in step.int8_weights)
     return sorted(set(re.findall(rf"(?:bf16|f32)\[(?:{names})\]", program.text)) if names else ())
 
 
@@ -445,4 +445,5 @@ def draft(served: Served, chip: Chip, mesh: Mesh | None = None, *, int8: bool = 
         pages_bytes=_nbytes(shape) // head.num_shards,
         vocab_size=head.local_draft_vocab_size,
         temp_limit_bytes=_nbytes(shape) // head.num_shards // 8,
+        int8_weights=_large([tuple(x.shape) for x in leaves.values() if x.dtype == jnp.int8]),
     )
