@@ -92,7 +92,8 @@ def build_engine(config: DraftConfig, group: Leader | None = None) -> tuple[Devi
             "head setting",
             field=choice.field, value=choice.value, source=choice.source, assumed=choice.assumed,
         )  # fmt: skip
-    _logger.info("head loaded", seconds=round(time.monotonic() - begun, 2))
+    seconds = round(time.monotonic() - begun, 2)
+    _logger.info("head loaded", seconds=seconds, weights="int8" if config.in_int8 else "native")
     engine = _engine(config, head, params, mesh, group)
     begun = time.monotonic()
     engine.warm_up()
