@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from models.layers import Linear, Params, sum_over
+from kernels.cpu_matmul.api import packed_matmul
+from models.layers import PACKED_KERNEL, Linear, Params, sum_over
 from models.sharding import parameter_spec
 from models.trees import flatten, unflatten
 
@@ -76,7 +77,11 @@ def _read(following: Any, args: Any, kwargs: Any, context: nn.module.Interceptor
     if not called or not module.has_variable("params", SCALE):
         return following(*args, **kwargs)
     x: jax.Array = args[0]
-    kernel: jax.Array = module.get_variable("params", "kernel")
     scale: jax.Array = module.get_variable("params", SCALE)
-    y = sum_over(scaled_product(x, kernel, scale).astype(x.dtype), module.axis)
+    if module.has_variable("params", PACKED_KERNEL):
+        packed: jax.Array = module.get_variable("params", PACKED_KERNEL)
+        product = packed_matmul(x, packed, module.features) * scale
+    else:
+        product = scaled_product(x, module.get_variable("params", "kernel"), scale)
+    y = sum_over(product.astype(x.dtype), module.axis)
     return y + module.get_variable("params", "bias") if module.use_bias else y

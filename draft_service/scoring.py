@@ -87,7 +87,8 @@ def _product(config: HeadConfig, params: Params, out: jax.Array) -> jax.Array:
         own = {"final_norm": params["final_norm"]}
         normed = Head(config).apply({"params": own}, out, method="normed")
     if PACKED_TABLE in params:
-        return packed_matmul(normed, params[PACKED_TABLE], config.draft_vocab_size)
+        scores = packed_matmul(normed, params[PACKED_TABLE], config.draft_vocab_size)
+        return scores * params[LM_HEAD_SCALE] if LM_HEAD_SCALE in params else scores
     if LM_HEAD_SCALE in params:
         return scaled_product(normed, params["lm_head_turned"], params[LM_HEAD_SCALE])
     product = (((1,), (0,)), ((), ()))
