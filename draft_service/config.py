@@ -48,7 +48,8 @@ class DraftConfig(DeviceConfig):
     weights: Literal["auto", "native", "int8"] = Field(
         "auto",
         description="native: the matrices in --dtype; int8: in 8 bits with a scale for each output,"
-        " half of bfloat16's bytes a level; auto: int8 on a TPU, native elsewhere.",
+        " half of bfloat16's bytes a level; auto: int8 on a TPU, and on a CPU that multiplies it as"
+        " it is, in float32 on one device.",
     )
     max_depth: int = Field(
         _TREE.max_depth, ge=1, le=16, description="Levels of a tree below its root."
@@ -121,11 +122,6 @@ class DraftConfig(DeviceConfig):
     @property
     def num_pages(self) -> int:
         return -(-self.kv_pool_tokens // self.page_size_tokens)
-
-    @property
-    def in_int8(self) -> bool:
-        """Whether the head's matrices are kept in 8 bits. CPUs convert them first, and lose."""
-        return self.weights == "int8" or (self.weights == "auto" and self.platform == "tpu")
 
     @property
     def target_directory(self) -> Path:

@@ -25,7 +25,9 @@ def lay_out(params: Params) -> Params:
     MB.) One table that is the embedding as well stays as it is, so that it is held once.
     """
     if wants_packing(params):
-        return pack_parameters(params, "lm_head")
+        params = pack_parameters(params, "lm_head")
+        if PACKED_TABLE in params or LM_HEAD_SCALE not in params:
+            return params
     if params["lm_head"] is params["embedding"]:
         return params
     rest = {name: value for name, value in params.items() if name != "lm_head"}

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from benchmarks.head_weights import rounds_of
+from draft_service import assembly
 from draft_service.config import DraftConfig
 from draft_service.int8 import LM_HEAD_SCALE, SCALE, quantise
+from models import packing
 from models.target import flatten
 from tests.parity.draft_tiny import grow, random_history, tiny_engine, tiny_head
 
@@ -50,7 +52,11 @@ def test_a_channel_of_zeros_stays_zero() -> None:
     assert not np.asarray(quantise(params)["lm_head"])[3].any()
 
 
-def test_trees_are_those_of_the_dequantised_head() -> None:
+@pytest.mark.parametrize("least_packed", [0, 1 << 16], ids=["packed", "too small to pack"])
+def test_trees_are_those_of_the_dequantised_head(
+    least_packed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MIN_SIZE", least_packed)
     head, params = tiny_head(7, num_layers=2)
     small = quantise(params)
     tokens, features = random_history(3, 9)
@@ -64,14 +70,17 @@ def test_trees_are_those_of_the_dequantised_head() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "platform", "in_int8"),
-    [("auto", "cpu", False), ("auto", "gpu", False), ("auto", "tpu", True),
-     ("native", "tpu", False), ("int8", "cpu", True)],
+    ("flags", "available", "expected"),
+    [("", True, True), ("", False, False), ("--dtype bfloat16", True, False),
+     ("--tensor-parallel 2", True, False), ("--platform gpu", True, False),
+     ("--platform tpu --chip v5e --tensor-parallel 2", False, True),
+     ("--platform tpu --chip v5e --weights native", True, False), ("--weights int8", False, True)],
 )  # fmt: skip
-def test_auto_is_int8_on_a_tpu_alone(weights: str, platform: str, in_int8: bool) -> None:
-    chip = ["--chip", "v5e"] if platform == "tpu" else []
-    flags = ["--head", "h", "--weights", weights, "--platform", platform, *chip]
-    assert DraftConfig.load(flags).in_int8 == in_int8
+def test_auto_is_int8_where_integers_are_read_as_they_are(
+    flags: str, available: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "is_available", lambda: available)
+    assert assembly.in_int8(DraftConfig.load(["--head", "h", *flags.split()])) == expected
 
 
 def test_rounds_follow_from_what_each_position_accepts() -> None:
