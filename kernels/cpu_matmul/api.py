@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from kernels.cpu_matmul.packing import WIDTH, pack, packed_shape
 _logger = logging.getLogger(__name__)
 
 TARGET = "canopy_packed_matmul"
+
+_registering = threading.Lock()
 
 
 def packed_matmul(x: jax.Array, packed: jax.Array, num_columns: int) -> jax.Array:
@@ -58,11 +61,15 @@ def is_available() -> bool:
     return works
 
 
-@functools.cache
 def _registered(*, int8: bool) -> str:
-    """The custom call's name for such weights. llvmlite, which may be missing, is looked for at the
-    first use.
-    """
+    """The custom call's name for such weights; programs are compiled by several threads."""
+    with _registering:
+        return _register(int8)
+
+
+@functools.cache
+def _register(int8: bool) -> str:
+    """llvmlite, which may be missing, is looked for at the first use."""
     from kernels.cpu_matmul.build import register_handler
 
     name = f"{TARGET}_int8" if int8 else TARGET

@@ -81,6 +81,19 @@ def test_products_at_the_same_time_do_not_meet() -> None:
         assert all(pool.map(many, pairs))
 
 
+def test_threads_that_ask_first_at_the_same_time_register_once() -> None:
+    program = (
+        "import jax.numpy as jnp\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from kernels.cpu_matmul.api import packed_matmul\n"
+        "x, w = jnp.ones((1, 2)), jnp.ones((1, 2, 48), jnp.int8)\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    ask = lambda _: float(packed_matmul(x, w, 1)[0, 0])\n"
+        "    assert list(pool.map(ask, range(8))) == [2.0] * 8\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_avx2_gives_the_same_bits() -> None:
     from kernels.cpu_matmul import build, tile
 
