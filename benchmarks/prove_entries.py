@@ -38,6 +38,19 @@ _STEPS = (
     "models/trees.py",
 )
 
+_DRAFT_STEP = (
+    *_STEPS,
+    "models/eagle3/module.py",
+    "models/eagle3/description.py",
+    "draft_service/batch.py",
+    "draft_service/engine.py",
+    "draft_service/expand.py",
+    "draft_service/feature_words.py",
+    "draft_service/scoring.py",
+    "draft_service/shared_noise.py",
+    "draft_service/sizes.py",
+)
+
 SOURCES: dict[str, tuple[str, ...]] = {
     "attention schedule": (*_SCHEDULES, *_SHARED, "kernels/tree_attention/*.py"),
     "sampling schedule": (
@@ -61,17 +74,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "verify_service/batch.py",
         "verify_service/program.py",
     ),
-    "draft step": (
-        *_STEPS,
-        "models/eagle3/module.py",
-        "models/eagle3/description.py",
-        "draft_service/batch.py",
-        "draft_service/engine.py",
-        "draft_service/expand.py",
-        "draft_service/feature_words.py",
-        "draft_service/scoring.py",
-        "draft_service/shared_noise.py",
-        "draft_service/sizes.py",
+    "draft step": _DRAFT_STEP,
+    "int8 draft step": (*_DRAFT_STEP, "draft_service/int8.py"),
+    "int8 level schedule": (
+        "benchmarks/aot.py",
+        "benchmarks/head_static.py",
+        "benchmarks/static_schedule.py",
+        "draft_service/int8.py",
+        "kernels/chips.py",
     ),
 }
 """Kind of entry -> the files whose code is in what it compiles, or makes the call."""
@@ -106,6 +116,11 @@ SERVED = (MODELS[4], *MODELS[:4])
 
 GREEDY_RATIO = {"v4": 0.9, "v5e": 0.5, "v5p": 0.7, "v6e": 0.8}
 """Most cycles of the pass that greedy rows take, over those in which HBM brings the logits."""
+
+INT8_LEVEL_ROWS = 64
+INT8_LEVEL_RATIO = 1.2
+"""Most cycles of a level's int8 products, as XLA makes them, over those in which HBM brings
+them."""
 
 MOST_MOVED = 1.05
 """HBM bytes of an attention call over the least."""
@@ -146,6 +161,9 @@ def entries() -> tuple[Entry, ...]:
             chip = "v6e" if "8 chips" in model else "v5e"
             found.append(Entry(kind, index, chip, model))
     found += [Entry("verify step", 0, chip, SERVED[0]) for chip in ("v5p", "v6e")]
+    for index, chip in ((1, "v5e"), (2, "v6e")):
+        found.append(Entry("int8 draft step", index, chip, SERVED[index]))
+        found.append(Entry("int8 level schedule", 0, chip, f"{INT8_LEVEL_ROWS} rows"))
     return tuple(found)
 
 
@@ -176,6 +194,10 @@ def problems(entry: Entry, found: dict[str, Any]) -> list[str]:
         wrong.append("pages are not updated in place")
     if found.get("copied_weights"):
         wrong.append(f"weights are copied: {found['copied_weights']}")
+    if found.get("widened_weights"):
+        wrong.append(f"int8 weights are widened in HBM: {found['widened_weights']}")
+    if found.get("over_int8_hbm", 0) > INT8_LEVEL_RATIO:
+        wrong.append(f"{found['over_int8_hbm']} of HBM's cycles, above {INT8_LEVEL_RATIO}")
     if found.get("copied_pages"):
         wrong.append("pages are copied")
     if found.get("longest_sort", 0) >= found.get("vocab_size", 32000):

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from benchmarks import programs, steps
 from benchmarks.aot import Argument, Program, compile_for, compile_for_chip, mesh_for
-from benchmarks.prove_entries import RATIOS, Entry
+from benchmarks.head_static import level
+from benchmarks.prove_entries import INT8_LEVEL_ROWS, RATIOS, Entry
 from benchmarks.tpu_static import Shape, report, report_sampling
 from kernels.backend import Backend
 from kernels.chips import CHIPS
@@ -30,7 +31,9 @@ def run(entry: Entry) -> dict[str, Any]:
         return report_sampling(entry.chip, vocab=128256)
     if entry.kind == "split sampling":
         return _split_sampling(entry)
-    if entry.kind in ("verify step", "draft step"):
+    if entry.kind == "int8 level schedule":
+        return level(entry.chip, INT8_LEVEL_ROWS)
+    if entry.kind.endswith(" step"):
         return _step(entry)
     return _kernel(entry)
 
@@ -141,11 +144,11 @@ def _step(entry: Entry) -> dict[str, Any]:
     if verify:
         step = steps.verify(served, chip, mesh if num_chips > 1 else None)
     else:
-        step = steps.draft(served, chip)
+        step = steps.draft(served, chip, int8=entry.kind == "int8 draft step")
     program = compile_for(mesh, step.call.function, step.call.arguments, donate=step.call.donate)
+    copied = steps.copied_weights(step, program)
+    in_hbm = {tuple(sorted(shape)) for shape in program.result_shapes("copy", in_hbm=True)}
     weights = {tuple(sorted(shape)) for shape in step.weights}
-    in_hbm = program.result_shapes("copy", in_hbm=True)
-    copied = sorted({s for s in in_hbm if tuple(sorted(s)) in weights})
     size = step.pages_bytes // 2
     return {
         **_figures(program),
@@ -155,7 +158,8 @@ def _step(entry: Entry) -> dict[str, Any]:
         "donated": True,
         "vocab_size": step.vocab_size,
         "copied_weights": [list(s) for s in copied],
-        "copied_pages": any(math.prod(shape) >= size for shape in {*in_hbm} - {*copied}),
+        "widened_weights": steps.widened_weights(step, program),
+        "copied_pages": any(math.prod(shape) >= size for shape in in_hbm if shape not in weights),
         "collectives": {
             c: [len(program.operations(c)), program.largest_result(c)]
             for c in COLLECTIVES

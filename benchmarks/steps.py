@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from benchmarks.aot import WHOLE, Argument
+from benchmarks.aot import WHOLE, Argument, Program
 from benchmarks.programs import Call
 from common.types import TreeShape
 from draft_service.batch import Bucket as DraftBucket
@@ -23,6 +25,7 @@ from draft_service.engine import AheadShape
 from draft_service.engine import DeviceEngine as DraftEngine
 from draft_service.engine import EngineConfig as DraftConfig
 from draft_service.feature_words import num_words
+from draft_service.int8 import quantise, reading_int8
 from kernels.adjust_logits.types import SlotState
 from kernels.backend import Backend
 from kernels.chips import Chip
@@ -30,6 +33,7 @@ from kernels.kv_layout import pages_shape
 from models.config import TargetConfig, default_boundaries
 from models.eagle3 import FeatureKind, FuseNorm, HeadConfig, TableSource
 from models.eagle3.module import head_shapes
+from models.layers import Params
 from models.rope import RopeConfig
 from models.row_major import is_looked_up
 from models.sharding import (
@@ -227,9 +231,9 @@ SERVED = (
 class Step:
     """A call and what to look for in it.
 
-    `weights`: shapes of the large ones on a chip, which no copy may make; `pages_bytes` of a chip;
-    `vocab_size` that no sort may reach; `temp_limit_bytes`: an eighth of the pages, and what a step
-    cannot be without.
+    `weights`: shapes of the large ones on a chip, which no copy may make; `int8_weights`: those of
+    them that nothing may write down wider; `pages_bytes` of a chip; `vocab_size` that no sort may
+    reach; `temp_limit_bytes`: an eighth of the pages, and what a step cannot be without.
     """
 
     call: Call
@@ -237,6 +241,27 @@ class Step:
     pages_bytes: int
     vocab_size: int
     temp_limit_bytes: int
+    int8_weights: tuple[tuple[int, ...], ...] = ()
+
+
+def copied_weights(step: Step, program: Program) -> list[tuple[int, ...]]:
+    """Shapes of large weights that are copied within HBM.
+
+    In front of a product with int8 the compiler writes its other order of rows (tiles of 8 by 128
+    in place of 32 by 128) as a `copy_fusion` whose result is its operand, inside the product: it is
+    how a window is read, takes no memory, and is left out.
+    """
+    retiling = r"^%copy_fusion[\w.]* \(.*\{\n.*\n  ROOT %\S+ = s8\[.* copy\(.*\n\}"
+    rest = dataclasses.replace(program, text=re.sub(retiling, "", program.text, flags=re.MULTILINE))
+    weights = {tuple(sorted(shape)) for shape in step.weights}
+    copies = rest.result_shapes("copy", in_hbm=True)
+    return sorted({shape for shape in copies if tuple(sorted(shape)) in weights})
+
+
+def widened_weights(step: Step, program: Program) -> list[str]:
+    """Of weights that are int8: as what wider arrays they are written down, in HLO's words."""
+    names = "|".join(f"{i},{o}" for i, o in step.int8_weights)
+    return sorted(set(re.findall(rf"(?:bf16|f32)\[(?:{names})\]", program.text)) if names else ())
 
 
 def _large(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
@@ -244,11 +269,11 @@ def _large(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _weight(
-    config: Split, path: tuple[str, ...], own: tuple[int, ...], spec: PartitionSpec
+    config: Split, path: tuple[str, ...], own: jax.ShapeDtypeStruct, spec: PartitionSpec
 ) -> Argument:
-    """As it lies when it was loaded; `own`: the shape of a chip's part."""
-    shape = global_shape(config, path, own)
-    return Argument(shape, BF16, spec, row_major=is_looked_up(path))
+    """As it lies when it was loaded; `own`: a chip's part."""
+    shape = global_shape(config, path, tuple(own.shape))
+    return Argument(shape, own.dtype, spec, row_major=is_looked_up(path))
 
 
 def _nbytes(shape: tuple[int, ...]) -> int:
@@ -293,7 +318,7 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
         page_size=served.page_size,
         head_dim=target.head_dim,
     )
-    weights = [_weight(target, path, own, specs[path]) for path, own in local.items()]
+    weights = [_weight(target, path, _leaf(own), specs[path]) for path, own in local.items()]
     pages = Argument(shape, BF16, PAGES_SPEC if mesh else WHOLE)
     buffer = Argument((config.shape.packing(bucket).size,), jnp.int32)
     slots = (config.max_sequences, target.stored_vocab_size)
@@ -344,11 +369,39 @@ def head_of(target: TargetConfig) -> HeadConfig:
     )
 
 
+def _leaf(shape: tuple[int, ...], dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+
+
+def _head_leaves(head: HeadConfig, int8: bool) -> Params:
+    """A chip's part of each parameter but the ids of the draft vocabulary, as the engine lays it
+    out on a TPU (draft_service/scoring.py)."""
+    vocabulary, size = head.local_draft_vocab_size, head.hidden_size
+    params = {
+        **head_shapes(head),
+        "embedding": _leaf((head.local_target_vocab_size, size)),
+        "lm_head": _leaf((vocabulary, size)),
+        "draft_to_target": _leaf((vocabulary,), jnp.int32),
+    }
+    leaves = jax.eval_shape(quantise, params) if int8 else params
+    kept = {
+        name: leaf for name, leaf in leaves.items() if name not in ("lm_head", "draft_to_target")
+    }
+    turned = _leaf((size, vocabulary), leaves["lm_head"].dtype)
+    return {**kept, "lm_head_turned": turned}
+
+
 def draft(
-    served: Served, chip: Chip, mesh: Mesh | None = None, *, ahead: AheadShape | None = None
+    served: Served,
+    chip: Chip,
+    mesh: Mesh | None = None,
+    *,
+    ahead: AheadShape | None = None,
+    int8: bool = False,
 ) -> Step:
     """The draft engine's drafting step: up to eight new pairs a sequence, all depths, the tree;
-    split over `mesh` if it is there; of trees `ahead` if they are asked for.
+    split over `mesh` if it is there; of trees `ahead` if they are asked for; `int8`: with matrices
+    in 8 bits.
     """
     head = head_of(dataclasses.replace(served.target, num_shards=1))
     head = head.with_shards(mesh.size) if mesh else head
@@ -369,16 +422,16 @@ def draft(
     engine._feature_words = num_words(head.feature_size, BF16)
     rows = served.sequences * config.max_draft_rows
     bucket = DraftBucket(served.sequences, rows, True, ahead=ahead is not None)
-    local = {path: tuple(leaf.shape) for path, leaf in flatten(head_shapes(head))}
-    local[("embedding",)] = (head.local_target_vocab_size, head.hidden_size)
-    local[("lm_head_turned",)] = (head.hidden_size, head.local_draft_vocab_size)
+    leaves = dict(flatten(_head_leaves(head, int8)))
+    local = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     specs = {path: parameter_spec(path) if mesh else WHOLE_SPEC for path in local}
     inputs = ({**unflatten(dict(specs)), "draft_to_target": WHOLE_SPEC}, PAGES_SPEC, WHOLE_SPEC)
     step: Any = split_over(mesh, engine._make_step(bucket), inputs, (PAGES_SPEC, WHOLE_SPEC))
 
     def run(pages: Any, buffer: Any, to_target: Any, *leaves: Any) -> Any:
         params = unflatten(dict(zip(local, leaves, strict=True)))
-        return step({**params, "draft_to_target": to_target}, pages, buffer)
+        with reading_int8():
+            return step({**params, "draft_to_target": to_target}, pages, buffer)
 
     shape = pages_shape(
         num_layers=1,
@@ -395,7 +448,7 @@ def draft(
                 Argument(shape, BF16, PAGES_SPEC if mesh else WHOLE),
                 Argument((size,), jnp.int32),
                 Argument((head.draft_vocab_size,), jnp.int32),
-                *[_weight(head, path, own, specs[path]) for path, own in local.items()],
+                *[_weight(head, path, leaf, specs[path]) for path, leaf in leaves.items()],
             ],
             donate=(0,),
         ),
@@ -403,4 +456,5 @@ def draft(
         pages_bytes=_nbytes(shape) // head.num_shards,
         vocab_size=head.local_draft_vocab_size,
         temp_limit_bytes=_nbytes(shape) // head.num_shards // 8,
+        int8_weights=_large([tuple(x.shape) for x in leaves.values() if x.dtype == jnp.int8]),
     )

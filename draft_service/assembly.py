@@ -26,6 +26,7 @@ from draft_service.limits import DraftLimits
 from draft_service.sizes import MAX_WIDTH
 from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
+from kernels.cpu_matmul.api import is_available
 from models.checkpoint import open_checkpoint
 from models.device import set_up_jax
 from models.eagle3 import AuxReading, FeatureKind, HeadConfig, HeadOverrides, load_head
@@ -87,14 +88,16 @@ def build_engine(config: DraftConfig, group: Leader | None = None) -> tuple[Devi
         _check_fusable(config, head)
         del params[FUSE]  # verify has it
     head = with_window(head, config.attention_window_tokens)
-    if config.weights == "int8":
-        params = quantise(params)
+    int8 = in_int8(config)
+    if int8:
+        params = quantise(params, mesh)
     for choice in head.provenance:
         _logger.info(
             "head setting",
             field=choice.field, value=choice.value, source=choice.source, assumed=choice.assumed,
         )  # fmt: skip
-    _logger.info("head loaded", seconds=round(time.monotonic() - begun, 2))
+    seconds = round(time.monotonic() - begun, 2)
+    _logger.info("head loaded", seconds=seconds, weights="int8" if int8 else "native")
     engine = _engine(config, head, params, mesh, group)
     begun = time.monotonic()
     engine.warm_up()
@@ -108,6 +111,17 @@ def _check_fusable(config: DraftConfig, head: HeadConfig) -> None:
             f"features: fused, but {config.head} takes the target's last hidden state, which is"
             " not fused; set features to captured"
         )
+
+
+def in_int8(config: DraftConfig) -> bool:
+    """Whether the head's matrices are kept in 8 bits. XLA widens them within the product on a TPU;
+    on a CPU it does so in front of it, and only our own product gains.
+    """
+    if config.weights != "auto":
+        return config.weights == "int8"
+    if config.platform == "cpu":
+        return config.dtype == "float32" and config.tensor_parallel == 1 and is_available()
+    return config.platform == "tpu"
 
 
 def with_window(head: HeadConfig, num_tokens: int) -> HeadConfig:

@@ -42,10 +42,11 @@ class DraftConfig(DeviceConfig):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of weights, KV and features; the features' as verify sends them."
     )
-    weights: Literal["native", "int8"] = Field(
-        "native",
+    weights: Literal["auto", "native", "int8"] = Field(
+        "auto",
         description="native: the matrices in --dtype; int8: in 8 bits with a scale for each output,"
-        " half of bfloat16's bytes a level.",
+        " half of bfloat16's bytes a level; auto: int8 on a TPU, and on a CPU that multiplies it as"
+        " it is, in float32 on one device.",
     )
     max_depth: int = Field(
         _TREE.max_depth, ge=1, le=16, description="Levels of a tree below its root."
@@ -118,11 +119,6 @@ class DraftConfig(DeviceConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.weights == "int8" and self.tensor_parallel > 1:
-            raise ValueError(
-                f"weights: int8 and tensor_parallel {self.tensor_parallel}: scales are not split"
-                " over chips; set weights to native, or tensor_parallel to 1"
-            )
         most = self.top_k + (self.max_depth - 1) * self.top_k**2 + 1
         if self.max_nodes > most:
             raise ValueError(

@@ -18,22 +18,37 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
-from models.layers import Linear, Params, sum_over
+from kernels.cpu_matmul.api import packed_matmul
+from models.layers import PACKED_KERNEL, Linear, Params, sum_over
+from models.sharding import parameter_spec
+from models.trees import flatten, unflatten
 
 SCALE = "kernel_scale"
 LM_HEAD_SCALE = "lm_head_scale"
 _MOST = 127.0
 
 
-def quantise(params: Params) -> Params:
+def quantise(params: Params, mesh: Mesh | None = None) -> Params:
     """A head's parameters, as `load_head` gives them, with int8 `kernel`s [in, out] and `lm_head`
     [K, H], and beside them `kernel_scale` float32 [out] and `lm_head_scale` float32 [K].
+
+    `mesh`: that they are split over (models/sharding.py). Scales go with their outputs; of a matrix
+    that is split by its inputs they lie whole on every chip, for its columns were scaled as wholes.
     """
-    lm_head, scale = _to_int8(params["lm_head"], axis=1)
-    tables = {"embedding": params["embedding"], "draft_to_target": params["draft_to_target"]}
-    modules = {k: v for k, v in params.items() if k not in (*tables, "lm_head")}
-    return {**_modules(modules), **tables, "lm_head": lm_head, LM_HEAD_SCALE: scale}
+    changed: dict[tuple[str, ...], jax.Array] = {}
+    for path, leaf in flatten(params):
+        if path[-1] not in ("kernel", "lm_head"):
+            changed[path] = leaf
+            continue
+        paths = path, (*path[:-1], SCALE if path[-1] == "kernel" else LM_HEAD_SCALE)
+        places = (
+            None if mesh is None else tuple(NamedSharding(mesh, parameter_spec(p)) for p in paths)
+        )
+        convert = jax.jit(_to_int8, static_argnames="axis", out_shardings=places)
+        changed |= zip(paths, convert(leaf, axis=0 if path[-1] == "kernel" else 1), strict=True)
+    return unflatten(changed)
 
 
 def reading_int8() -> AbstractContextManager[Any]:
@@ -46,18 +61,6 @@ def scaled_product(x: jax.Array, table: jax.Array, scale: jax.Array) -> jax.Arra
     product = (((1,), (0,)), ((), ()))
     whole = lax.dot_general(x, table.astype(x.dtype), product, preferred_element_type=jnp.float32)
     return whole * scale
-
-
-def _modules(params: Params) -> Params:
-    changed: Params = {}
-    for name, value in params.items():
-        if isinstance(value, dict):
-            changed[name] = _modules(value)
-        elif name == "kernel":
-            changed[name], changed[SCALE] = _to_int8(value, axis=0)
-        else:
-            changed[name] = value
-    return changed
 
 
 def _to_int8(matrix: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
@@ -74,7 +77,11 @@ def _read(following: Any, args: Any, kwargs: Any, context: nn.module.Interceptor
     if not called or not module.has_variable("params", SCALE):
         return following(*args, **kwargs)
     x: jax.Array = args[0]
-    kernel: jax.Array = module.get_variable("params", "kernel")
     scale: jax.Array = module.get_variable("params", SCALE)
-    y = sum_over(scaled_product(x, kernel, scale), module.axis).astype(x.dtype)
+    if module.has_variable("params", PACKED_KERNEL):
+        packed: jax.Array = module.get_variable("params", PACKED_KERNEL)
+        product = packed_matmul(x, packed, module.features) * scale
+    else:
+        product = scaled_product(x, module.get_variable("params", "kernel"), scale)
+    y = sum_over(product.astype(x.dtype), module.axis)
     return y + module.get_variable("params", "bias") if module.use_bias else y

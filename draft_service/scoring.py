@@ -25,7 +25,9 @@ def lay_out(params: Params) -> Params:
     MB.) One table that is the embedding as well stays as it is, so that it is held once.
     """
     if wants_packing(params):
-        return pack_parameters(params, "lm_head")
+        params = pack_parameters(params, "lm_head")
+        if PACKED_TABLE in params or LM_HEAD_SCALE not in params:
+            return params
     if params["lm_head"] is params["embedding"]:
         return params
     rest = {name: value for name, value in params.items() if name != "lm_head"}
@@ -87,7 +89,8 @@ def _product(config: HeadConfig, params: Params, out: jax.Array) -> jax.Array:
         own = {"final_norm": params["final_norm"]}
         normed = Head(config).apply({"params": own}, out, method="normed")
     if PACKED_TABLE in params:
-        return packed_matmul(normed, params[PACKED_TABLE], config.draft_vocab_size)
+        scores = packed_matmul(normed, params[PACKED_TABLE], config.draft_vocab_size)
+        return scores * params[LM_HEAD_SCALE] if LM_HEAD_SCALE in params else scores
     if LM_HEAD_SCALE in params:
         return scaled_product(normed, params["lm_head_turned"], params[LM_HEAD_SCALE])
     product = (((1,), (0,)), ((), ()))

@@ -14,12 +14,13 @@ MIN_SIZE = 1 << 16
 
 
 def wants_packing(params: Params) -> bool:
-    """Whether these parameters lie on one CPU, as float32 (ids as int32), and the product is
-    available."""
+    """Whether these parameters lie on one CPU, as float32 or int8 (ids as int32), and the product
+    is available."""
     leaves = jax.tree.leaves(params)
     devices = {device for leaf in leaves for device in leaf.devices()}
     on_cpu = len(devices) == 1 and next(iter(devices)).platform == "cpu"
-    exact = {leaf.dtype for leaf in leaves} <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
+    known = {jnp.dtype(kind) for kind in (jnp.float32, jnp.int8, jnp.int32)}
+    exact = {leaf.dtype for leaf in leaves} <= known
     return on_cpu and exact and is_available()
 
 

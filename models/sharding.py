@@ -49,7 +49,7 @@ def split_axis(path: tuple[str, ...]) -> int | None:
 
     Experts' weights have the experts first and are counted from there: [E, in, out].
     """
-    if path in (("embedding",), ("lm_head",)):
+    if path in (("embedding",), ("lm_head",), ("lm_head_scale",)):
         return 0
     if len(path) == 1:  # of a head: draft_service/scoring.py turns the lm_head
         return 1 if path == ("lm_head_turned",) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,19 @@ _logger = logging.getLogger(__name__)
 
 TARGET = "canopy_packed_matmul"
 
+_registering = threading.Lock()
+
 
 def packed_matmul(x: jax.Array, packed: jax.Array, num_columns: int) -> jax.Array:
-    """float32 [M, N] = x [M, K] @ w [K, N], of x float32 and `packed` = `packing.pack(w)`.
+    """float32 [M, N] = x [M, K] @ w [K, N], of x float32 and `packed` = `packing.pack(w)`, w
+    float32 or int8.
 
     A row's result does not depend on the other rows nor on how many there are. Bytes: the matrix
     once, x once per block of it (from cache), the result once. Call it where `is_available`.
     Raises ValueError for other shapes or dtypes.
     """
-    return call_packed(_registered(), x, packed, num_columns)
+    name = _registered(int8=packed.dtype == jnp.int8)
+    return call_packed(name, x, packed, num_columns)
 
 
 def call_packed(name: str, x: jax.Array, packed: jax.Array, num_columns: int) -> jax.Array:
@@ -32,8 +37,8 @@ def call_packed(name: str, x: jax.Array, packed: jax.Array, num_columns: int) ->
             f"x {x.shape}, packed {packed.shape}: of {num_columns} columns"
             " [M, K] and [blocks, K, WIDTH] are wanted, and nothing empty"
         )
-    if x.dtype != jnp.float32 or packed.dtype != jnp.float32:
-        raise ValueError(f"x {x.dtype}, packed {packed.dtype}: both must be float32")
+    if x.dtype != jnp.float32 or packed.dtype not in (jnp.float32, jnp.int8):
+        raise ValueError(f"x {x.dtype}, packed {packed.dtype}: must be float32, the latter or int8")
     width = packed.shape[0] * WIDTH
     out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.float32)  # type: ignore[no-untyped-call]
     call = jax.ffi.ffi_call(name, out)
@@ -56,10 +61,17 @@ def is_available() -> bool:
     return works
 
 
+def _registered(*, int8: bool) -> str:
+    """The custom call's name for such weights; programs are compiled by several threads."""
+    with _registering:
+        return _register(int8)
+
+
 @functools.cache
-def _registered() -> str:
-    """The custom call's name. llvmlite, which may be missing, is looked for at the first use."""
+def _register(int8: bool) -> str:
+    """llvmlite, which may be missing, is looked for at the first use."""
     from kernels.cpu_matmul.build import register_handler
 
-    register_handler(TARGET)
-    return TARGET
+    name = f"{TARGET}_int8" if int8 else TARGET
+    register_handler(name, int8=int8)
+    return name

@@ -20,11 +20,12 @@ def host_registers(features: dict[str, bool]) -> Registers:
     raise RuntimeError("this CPU has neither AVX-512 nor AVX2 with FMA")
 
 
-def compile_handler(registers: Registers) -> int:
+def compile_handler(registers: Registers, *, int8: bool = False) -> int:
     """The handler's address in this process."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(str(handler_module(registers, llvm.get_process_triple())))
+    text = str(handler_module(registers, llvm.get_process_triple(), int8=int8))
+    module = llvm.parse_assembly(text)
     module.verify()
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(),
@@ -43,11 +44,12 @@ def compile_handler(registers: Registers) -> int:
     return address
 
 
-def register_handler(name: str, registers: Registers | None = None) -> None:
-    """Makes jax know the custom call by `name`, once a process; `registers`: None for this CPU's.
+def register_handler(name: str, registers: Registers | None = None, *, int8: bool = False) -> None:
+    """Makes jax know the custom call by `name`, once a process; `registers`: None for this
+    CPU's; `int8`: of packed weights that are.
 
     Raises RuntimeError for a CPU that cannot, and what llvmlite and jax raise.
     """
     if registers is None:
         registers = host_registers(dict(llvm.get_host_cpu_features()))
-    register(name, compile_handler(registers))
+    register(name, compile_handler(registers, int8=int8))

@@ -10,6 +10,7 @@ from typing import Any
 from llvmlite import ir
 
 F32 = ir.FloatType()
+I8 = ir.IntType(8)
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 PTR = ir.PointerType()
@@ -61,9 +62,14 @@ def at(builder: ir.IRBuilder, pointer: ir.Value, offset: int) -> ir.Value:
     return builder.gep(pointer, [I64(offset)], source_etype=ir.IntType(8))
 
 
+def elements(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
+    """`index` elements of `kind` behind a pointer."""
+    return builder.gep(pointer, [index], source_etype=kind)
+
+
 def floats(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
     """`index` floats behind a pointer."""
-    return builder.gep(pointer, [index], source_etype=F32)
+    return elements(builder, pointer, index, F32)
 
 
 @contextmanager

@@ -15,7 +15,19 @@ from typing import Any
 from llvmlite import ir
 
 from kernels.cpu_matmul import ffi_frame as ffi
-from kernels.cpu_matmul.emit import I32, I64, PTR, VOID, Fields, counting, floats, local
+from kernels.cpu_matmul.emit import (
+    F32,
+    I8,
+    I32,
+    I64,
+    PTR,
+    VOID,
+    Fields,
+    counting,
+    elements,
+    floats,
+    local,
+)
 from kernels.cpu_matmul.packing import WIDTH
 from kernels.cpu_matmul.tile import Registers, tile_function
 
@@ -32,21 +44,23 @@ class Job(ctypes.Structure):
     _fields_ += tuple((name, ctypes.c_void_p) for name in ("x", "packed", "out"))
 
 
-def handler_module(registers: Registers, triple: str) -> ir.Module:
+def handler_module(registers: Registers, triple: str, *, int8: bool = False) -> ir.Module:
     """A module whose function `HANDLER` is a handler of XLA's: out [M, blocks · WIDTH] = x [M, K]
-    times packed [blocks, K, WIDTH], all float32; the caller has checked shapes.
+    times packed [blocks, K, WIDTH], all float32, or `packed` int8; the caller has checked shapes.
     """
     module = ir.Module(HANDLER)
     module.triple = triple
-    block = _block_function(module, registers)
+    block = _block_function(module, registers, I8 if int8 else F32)
     work = _work_function(module, block)
     _handler_function(module, work)
     return module
 
 
-def _block_function(module: ir.Module, registers: Registers) -> ir.Function:
+def _block_function(module: ir.Module, registers: Registers, weight: ir.Type) -> ir.Function:
     """`void(job, number)`: one block's columns of all rows, tile by tile."""
-    tiles = [tile_function(module, registers, rows) for rows in range(1, registers.rows + 1)]
+    tiles = [
+        tile_function(module, registers, rows, weight) for rows in range(1, registers.rows + 1)
+    ]
     function = ir.Function(module, ir.FunctionType(VOID, [PTR, I64]), "block")
     function.linkage = "internal"
     builder = ir.IRBuilder(function.append_basic_block())
@@ -55,7 +69,7 @@ def _block_function(module: ir.Module, registers: Registers) -> ir.Function:
     x, packed, out = (job.load(name) for name in ("x", "packed", "out"))
     width = builder.mul(blocks, I64(WIDTH))
     first = builder.mul(number, I64(WIDTH))
-    block = floats(builder, packed, builder.mul(first, k))
+    block = elements(builder, packed, builder.mul(first, k), weight)
     with counting(builder, I64(0), m, registers.rows) as row:
         rows = _least(builder, builder.sub(m, row), I64(registers.rows))
         place = floats(builder, x, builder.mul(row, k))

@@ -16,8 +16,11 @@ def packed_shape(k: int, n: int) -> tuple[int, int, int]:
 
 
 def pack(matrix: jax.Array) -> jax.Array:
-    """float32 [ceil(N / WIDTH), K, WIDTH] of a matrix [K, N]; zeros behind column N."""
+    """[ceil(N / WIDTH), K, WIDTH] of a matrix [K, N], int8 if that is, else float32; zeros behind
+    column N.
+    """
     k, n = matrix.shape
     blocks = packed_shape(k, n)[0]
-    whole = jnp.pad(matrix.astype(jnp.float32), ((0, 0), (0, blocks * WIDTH - n)))
+    kept = matrix if matrix.dtype == jnp.int8 else matrix.astype(jnp.float32)
+    whole = jnp.pad(kept, ((0, 0), (0, blocks * WIDTH - n)))
     return whole.reshape(k, blocks, WIDTH).transpose(1, 0, 2)

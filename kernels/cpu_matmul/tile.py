@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from kernels.cpu_matmul.emit import F32, I32, I64, PTR, VOID, counting, floats, local
+from kernels.cpu_matmul.emit import F32, I32, I64, PTR, VOID, counting, elements, floats, local
 from kernels.cpu_matmul.packing import WIDTH
 
 
@@ -27,9 +27,11 @@ AVX512 = Registers(lanes=16, rows=8)  # 24 of 32 registers hold sums
 AVX2 = Registers(lanes=8, rows=2)  # 12 of 16
 
 
-def tile_function(module: ir.Module, registers: Registers, rows: int) -> ir.Function:
+def tile_function(
+    module: ir.Module, registers: Registers, rows: int, weight: ir.Type
+) -> ir.Function:
     """`void(x, block, out, k, n)`: out [rows, WIDTH] = x [rows, k] @ block [k, WIDTH]; rows of out
-    are n floats apart.
+    are n floats apart. `weight`: of a block's elements, F32 or I8, which is exact in float32.
     """
     kind = ir.FunctionType(VOID, [PTR, PTR, PTR, I64, I64])
     function = ir.Function(module, kind, f"tile_{rows}")
@@ -46,9 +48,9 @@ def tile_function(module: ir.Module, registers: Registers, rows: int) -> ir.Func
         builder.store(ir.Constant(vector, None), sums[place])
 
     with counting(builder, I64(0), size, 1) as k:
-        line = floats(builder, block, builder.mul(k, I64(WIDTH)))
+        line = elements(builder, block, builder.mul(k, I64(WIDTH)), weight)
         weights = [
-            builder.load(floats(builder, line, I64(part * lanes)), typ=vector, align=4)
+            _as_floats(builder, elements(builder, line, I64(part * lanes), weight), weight, lanes)
             for part in range(WIDTH // lanes)
         ]
         for row in range(rows):
@@ -64,6 +66,15 @@ def tile_function(module: ir.Module, registers: Registers, rows: int) -> ir.Func
         builder.store(value, floats(builder, out, index), align=4)
     builder.ret_void()
     return function
+
+
+def _as_floats(builder: ir.IRBuilder, place: ir.Value, weight: ir.Type, lanes: int) -> ir.Value:
+    align = 4 if weight == F32 else 1
+    loaded = builder.load(place, typ=ir.VectorType(weight, lanes), align=align)
+    if weight == F32:
+        return loaded
+    wide = builder.sext(loaded, ir.VectorType(I32, lanes))
+    return builder.sitofp(wide, ir.VectorType(F32, lanes))
 
 
 def _spread(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:

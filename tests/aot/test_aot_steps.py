@@ -27,10 +27,11 @@ def check(step: steps.Step, mesh: Mesh) -> None:
     assert program.alias_bytes >= step.pages_bytes
     assert program.temp_bytes <= step.temp_limit_bytes, "pages or weights are copied"
     assert program.largest_result("sort") < step.vocab_size
-    copies = set(program.result_shapes("copy", in_hbm=True))
+    assert not steps.copied_weights(step, program)
     weights = {tuple(sorted(shape)) for shape in step.weights}
-    assert not {shape for shape in copies if tuple(sorted(shape)) in weights}
-    assert all(math.prod(shape) < step.pages_bytes // 4 for shape in copies)
+    copies = {tuple(sorted(shape)) for shape in program.result_shapes("copy", in_hbm=True)}
+    assert all(math.prod(shape) < step.pages_bytes // 4 for shape in copies - weights)
+    assert not steps.widened_weights(step, program)
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
@@ -51,9 +52,9 @@ def test_draft_step_of_trees_ahead() -> None:
     check(step, mesh_for(CHIPS["v5e"]))
 
 
-def test_draft_step_split_over_four_chips() -> None:
+def test_draft_step_in_int8_split_over_four_chips() -> None:
     mesh = mesh_for(CHIPS["v5e"], 4)
-    check(steps.draft(LLAMA_ON_4, CHIPS["v5e"], mesh), mesh)
+    check(steps.draft(LLAMA_ON_4, CHIPS["v5e"], mesh, int8=True), mesh)
 
 
 def test_split_sampling_exchanges_no_logits() -> None:

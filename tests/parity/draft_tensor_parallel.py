@@ -19,6 +19,7 @@ from draft_tiny import work
 from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
 from common.types import DraftTree, TreeShape
 from draft_service.engine import DeviceEngine, EngineConfig
+from draft_service.int8 import quantise
 from draft_service.step import NoiseKey
 from models.eagle3 import load_head
 from models.eagle3.init import init_head
@@ -35,6 +36,7 @@ ENGINE = EngineConfig(
 )
 HEADS = {
     "odd vocabulary": {"draft_vocab_size": 39},
+    "odd vocabulary, int8": {"draft_vocab_size": 39},
     "two layers": {"draft_vocab_size": 64, "num_layers": 2, "embedding_in_every_layer": True},
 }
 
@@ -59,8 +61,13 @@ def compare(name: str, num_shards: int, where: Path) -> dict[str, object]:
     target = write_tiny_target(where / "target", num_attention_heads=8, hidden_size=64)
     init_head(target, where / "head", **HEADS[name])  # type: ignore[arg-type]
     mesh = model_mesh(num_shards)
-    single = DeviceEngine(*load_head(where / "head", target), ENGINE)
-    split = DeviceEngine(*load_head(where / "head", target, mesh=mesh), ENGINE, mesh=mesh)
+    (head, whole), (split_head, shares) = (
+        load_head(where / "head", target, mesh=each) for each in (None, mesh)
+    )
+    if name.endswith("int8"):
+        whole, shares = quantise(whole), quantise(shares, mesh)
+    single = DeviceEngine(head, whole, ENGINE)
+    split = DeviceEngine(split_head, shares, ENGINE, mesh=mesh)
     alone = trees(single, single.head.feature_size)
     others = trees(split, split.head.feature_size)
     same = [
@@ -80,8 +87,10 @@ def compare(name: str, num_shards: int, where: Path) -> dict[str, object]:
         "kernels": {
             str(path): list(leaf.addressable_shards[0].data.shape)
             for path, leaf in split._params["layer_0"]["attention"].items()
-            for leaf in leaf.values()
+            for kind, leaf in leaf.items()
+            if kind == "kernel"
         },
+        "dtypes": sorted({str(leaf.dtype) for leaf in jax.tree.leaves(split._params)}),
     }
 
 

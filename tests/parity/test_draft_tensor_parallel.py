@@ -16,7 +16,7 @@ from models.errors import ModelError
 
 TESTS = Path(__file__).parents[1]
 
-CASES = {2: "two layers", 4: "odd vocabulary", 8: "odd vocabulary"}
+CASES = {2: "two layers", 4: "odd vocabulary", 8: "odd vocabulary, int8"}
 """8 heads, 2 KV heads (so that 4 and 8 devices hold each several times); a vocabulary of 39 tokens
 ends in padding."""
 
@@ -43,6 +43,7 @@ def test_split_head_grows_the_trees_of_one_device(num_devices: int) -> None:
     assert result["scores"] < 1e-4, result
     assert len(result["pages"]) == num_devices
     assert all(shape[2] == 1 for shape in result["pages"]), "a KV head a device"
+    assert ("int8" in result["dtypes"]) == (num_devices == 8)
     assert result["kernels"]["q"] == [128, 64 // num_devices]
 
 

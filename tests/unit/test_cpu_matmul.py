@@ -51,6 +51,14 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
         assert np.array_equal(alone, together)
 
 
+@pytest.mark.parametrize("rows", [1, 4, 8, 13])
+def test_int8_weights_give_the_bits_of_the_same_numbers_as_floats(rows: int) -> None:
+    x, _ = random_pair(5, rows, 96, 100)
+    w = np.random.default_rng(6).integers(-128, 128, (96, 100)).astype(np.int8)
+    assert pack(jnp.asarray(w)).dtype == jnp.int8
+    assert np.array_equal(product(x, w), product(x, w.astype(np.float32)))
+
+
 def test_not_a_number_stays_in_its_row() -> None:
     x, w = random_pair(2, 5, 16, 60)
     x[3, 4] = np.nan
@@ -73,13 +81,28 @@ def test_products_at_the_same_time_do_not_meet() -> None:
         assert all(pool.map(many, pairs))
 
 
+def test_threads_that_ask_first_at_the_same_time_register_once() -> None:
+    program = (
+        "import jax.numpy as jnp\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from kernels.cpu_matmul.api import packed_matmul\n"
+        "x, w = jnp.ones((1, 2)), jnp.ones((1, 2, 48), jnp.int8)\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    ask = lambda _: float(packed_matmul(x, w, 1)[0, 0])\n"
+        "    assert list(pool.map(ask, range(8))) == [2.0] * 8\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_avx2_gives_the_same_bits() -> None:
     from kernels.cpu_matmul import build, tile
 
-    build.register_handler("test_packed_matmul_avx2", tile.AVX2)
     x, w = random_pair(3, 11, 96, 100)
-    found = call_packed("test_packed_matmul_avx2", jnp.asarray(x), pack(jnp.asarray(w)), 100)
-    assert np.array_equal(np.asarray(found), product(x, w))
+    for kind in (np.float32, np.int8):
+        name, weights = f"test_packed_matmul_avx2_{kind.__name__}", (w * 40).astype(kind)
+        build.register_handler(name, tile.AVX2, int8=kind is np.int8)
+        found = call_packed(name, jnp.asarray(x), pack(jnp.asarray(weights)), 100)
+        assert np.array_equal(np.asarray(found), product(x, weights))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +111,7 @@ def test_avx2_gives_the_same_bits() -> None:
         (jnp.ones((2, 3)), jnp.ones((1, 4, WIDTH)), 5, r"x \(2, 3\), packed \(1, 4, 48\)"),
         (jnp.ones((2, 3)), jnp.ones((1, 3, WIDTH)), WIDTH + 1, "of 49 columns"),
         (jnp.ones((0, 3)), jnp.ones((1, 3, WIDTH)), 5, "nothing empty"),
-        (jnp.ones((2, 3), jnp.bfloat16), jnp.ones((1, 3, WIDTH)), 5, "both must be float32"),
+        (jnp.ones((2, 3), jnp.bfloat16), jnp.ones((1, 3, WIDTH)), 5, "must be float32"),
     ],
 )
 def test_other_shapes_are_refused(

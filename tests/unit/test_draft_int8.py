@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from common.errors import ConfigError
+from benchmarks.head_weights import rounds_of
+from draft_service import assembly
 from draft_service.config import DraftConfig
 from draft_service.int8 import LM_HEAD_SCALE, SCALE, quantise
+from models import packing
 from models.target import flatten
 from tests.parity.draft_tiny import grow, random_history, tiny_engine, tiny_head
 
@@ -50,7 +52,11 @@ def test_a_channel_of_zeros_stays_zero() -> None:
     assert not np.asarray(quantise(params)["lm_head"])[3].any()
 
 
-def test_trees_are_those_of_the_dequantised_head() -> None:
+@pytest.mark.parametrize("least_packed", [0, 1 << 16], ids=["packed", "too small to pack"])
+def test_trees_are_those_of_the_dequantised_head(
+    least_packed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MIN_SIZE", least_packed)
     head, params = tiny_head(7, num_layers=2)
     small = quantise(params)
     tokens, features = random_history(3, 9)
@@ -61,10 +67,22 @@ def test_trees_are_those_of_the_dequantised_head() -> None:
     assert int8.tokens.tolist() == plain.tokens.tolist()
     assert int8.parents.tolist() == plain.parents.tolist()
     np.testing.assert_allclose(int8.scores, plain.scores, rtol=1e-4, atol=1e-4)
-    native = grow(tiny_engine(head, params, max_sequences=1), tokens, features, [4, 6], PAGES)
-    assert not np.allclose(native.scores[1:], int8.scores[1:], rtol=1e-5)
 
 
-def test_int8_over_several_chips_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"weights: int8 and tensor_parallel 2"):
-        DraftConfig.load(["--head", "h", "--weights", "int8", "--tensor-parallel", "2"])
+@pytest.mark.parametrize(
+    ("flags", "available", "expected"),
+    [("", True, True), ("", False, False), ("--dtype bfloat16", True, False),
+     ("--tensor-parallel 2", True, False), ("--platform gpu", True, False),
+     ("--platform tpu --chip v5e --tensor-parallel 2", False, True),
+     ("--platform tpu --chip v5e --weights native", True, False), ("--weights int8", False, True)],
+)  # fmt: skip
+def test_auto_is_int8_where_integers_are_read_as_they_are(
+    flags: str, available: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "is_available", lambda: available)
+    assert assembly.in_int8(DraftConfig.load(["--head", "h", *flags.split()])) == expected
+
+
+def test_rounds_follow_from_what_each_position_accepts() -> None:
+    """Rounds at places 0, 2 and 3, the last of which accepts up to the end."""
+    assert rounds_of(np.array([1, 9, 0, 2, 9, 9])) == 3

@@ -25,6 +25,8 @@ def test_a_broken_limit_is_seen() -> None:
         ("kv_commit", {"alias_bytes": 0}),
         ("verify step", {"longest_sort": 10**6}),
         ("draft step", {"copied_pages": True}),
+        ("int8 draft step", {"widened_weights": ["bf16[4096,32000]"]}),
+        ("int8 level schedule", {"over_int8_hbm": 1.3}),
         ("tree_attention", {"moved_over_least": 1.2}),
         ("split sampling", {"largest_collective": 10**9}),
     ):
