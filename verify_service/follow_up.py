@@ -105,3 +105,22 @@ def tree_of(tree: DraftTree, nodes: Int32Array) -> DraftTree:
         parents=np.array([-1, *parents], np.int32),
         scores=tree.scores[nodes] - tree.scores[nodes[0]],
     )
+
+
+def places_of(tree: DraftTree) -> tuple[list[int], list[int], list[int]]:
+    """Depth of each node, and its place in a walk through the tree, parents first: node k is m's
+    ancestor, or m itself, if `entered[k] <= entered[m] < left[k]`.
+    """
+    parents = tree.parents.tolist()
+    sizes = [1] * len(parents)  # with what hangs below
+    for node in range(len(parents) - 1, 0, -1):
+        sizes[parents[node]] += sizes[node]
+    depths, entered = [0] * len(parents), [0] * len(parents)
+    following = [1] * len(parents)  # where its next child is entered
+    for node in range(1, len(parents)):
+        parent = parents[node]
+        depths[node] = depths[parent] + 1
+        entered[node] = following[parent]
+        following[parent] += sizes[node]
+        following[node] = entered[node] + 1
+    return depths, entered, [a + b for a, b in zip(entered, sizes, strict=True)]
