@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from ahead_driver import Ahead, Record, generate_ahead, run_again, tree_below
 
+from common.group.leader import Leader
 from common.types import DraftTree, SamplingParams
 from models.target import init_target
+from tests.protocol.test_following_engines import Hosts
 from tests.unit.test_verify_program import WINDOWED
+from tests.unit.test_verify_random_load import counted_compiles
 from verify_service.engine import DeviceEngine, EngineConfig
 from verify_service.follow_up import FollowUp
 from verify_service.step import SequenceOutcome, SequenceWork
@@ -34,11 +37,11 @@ def warm(layers_per_program: int | None) -> DeviceEngine:
     return engine
 
 
-def fresh(layers_per_program: int | None) -> DeviceEngine:
+def fresh(layers_per_program: int | None, group: Leader | None = None) -> DeviceEngine:
     """Nothing in its pages; programs hold no state, so that it takes the warm one's."""
     done = warm(layers_per_program)
-    engine = DeviceEngine(WINDOWED, done._params, done.config)
-    engine._programs, engine._warm = done._programs, True
+    engine = DeviceEngine(WINDOWED, done._params, done.config, group=group)
+    engine._programs = done._programs
     return engine
 
 
@@ -130,7 +133,10 @@ def test_steps_in_flight_together_give_what_they_give_alone(
 ) -> None:
     engine, ours = fresh(layers_per_program), sequences()
     guess = roots_only if right is None else guessing(truth(), right)
-    record = generate_ahead(engine, ours, 24, guess, ROWS, DEPTH)
+    truth()
+    with counted_compiles() as compiles:
+        record = generate_ahead(engine, ours, 24, guess, ROWS, DEPTH)
+    assert not compiles
     for one, true in zip(ours, truth(), strict=True):
         assert len(one.response) >= 24
         assert one.tokens == true[: len(one.tokens)]
@@ -138,7 +144,6 @@ def test_steps_in_flight_together_give_what_they_give_alone(
     assert (record.num_accepted > 6) == bool(right)
     assert (record.num_chosen > 40) == bool(right)
     assert_same_one_at_a_time(record, engine, layers_per_program)
-    assert engine.compiles_after_warm_up == 0
 
 
 def test_what_is_launched_behind_a_stop_token_harms_nobody() -> None:
@@ -149,6 +154,24 @@ def test_what_is_launched_behind_a_stop_token_harms_nobody() -> None:
         assert one.tokens == true[: len(one.tokens)]
     assert {ours[0].tokens[-1], ours[1].tokens[-1]} <= {*stops}
     assert_same_one_at_a_time(record, engine, None)
+
+
+def test_a_slices_other_hosts_launch_what_the_leader_launches() -> None:
+    hosts = Hosts()
+    follower, ours = fresh(None), sequences()
+    hosts.follow(follower)
+    leader = fresh(None, hosts.group.leader)
+    record = generate_ahead(leader, ours, 24, guessing(truth(), 0.8), ROWS, DEPTH)
+    hosts.end()
+    hosts.group.close()
+    assert record.num_accepted > 20
+    told = [name for name in hosts.names if name != "slot"]
+    assert told[:4] == ["step", "step", "finish", "step"]
+    assert told.count("step") == told.count("finish") == len(record.works)
+    assert "slot" in hosts.names
+    np.testing.assert_array_equal(leader._pages, follower._pages)
+    for one, other in zip(leader._state().last or (), follower._state().last or (), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def round_at(tokens: list[int], kv_len: int, **changes: Any) -> SequenceWork:
