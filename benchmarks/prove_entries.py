@@ -60,6 +60,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "models/target.py",
         "verify_service/batch.py",
         "verify_service/program.py",
+        "verify_service/resolve.py",
     ),
     "draft step": (
         *_STEPS,

@@ -91,7 +91,7 @@ class EngineConfig:
 
 
 class DeviceEngine:
-    """Implements `step.VerifyEngine`; on the further hosts of a slice, `common.group.life`'s
+    """Implements `step.AheadEngine`; on the further hosts of a slice, `common.group.life`'s
     FollowingEngine. Called from one thread.
     """
 
@@ -150,7 +150,7 @@ class DeviceEngine:
         self._warm = True
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
-        """See `step.VerifyEngine`, for `launch` and `finish` too."""
+        """See `step.AheadEngine`, for `launch` and `finish` too."""
         if not works:
             return []
         self._flights.check_none()

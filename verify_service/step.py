@@ -251,8 +251,17 @@ class VerifyEngine(Protocol):
     """
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
-        """`finish(launch(works))`; blocks. Nothing may be in flight. No works: nothing is done."""
+        """One step over all `works`; outcomes in the same order. Blocks.
+
+        Raises ValueError, before anything runs, if the works exceed the engine's largest bucket.
+        """
         ...
+
+
+class AheadEngine(VerifyEngine, Protocol):
+    """One that need not have ended a step to take the next: `run` is `finish(launch(works))`, with
+    nothing else in flight.
+    """
 
     def launch(self, works: Sequence[SequenceWork]) -> Launched:
         """One step over all `works`, given to the device behind what it does already; returns at
@@ -260,8 +269,7 @@ class VerifyEngine(Protocol):
 
         A work may stand here though the step in flight has its slot, if it follows that one or if
         all of it is known all the same, as a prompt's next rows are. Raises ValueError, before
-        anything runs, if the works exceed the engine's largest bucket or do not fit what is in
-        flight.
+        anything runs, if the works are too large or do not fit what is in flight.
         """
         ...
 
