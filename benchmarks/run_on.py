@@ -6,7 +6,8 @@ The engine alone, without services: rounds of the same trees, in turns within on
 step ends before the next is packed. `ahead`: two are in flight, each round chosen on the device
 from candidates. `plain`: as `run`, by an engine whose programs know no candidates; what it saves
 is what choosing costs. `--host-ms`: work on the host between steps, as of a service (slept, so that
-a device of its own would be free meanwhile). The last line is JSON.
+a device of its own would be free meanwhile). Where candidates are missed, `run` has fewer rows, for `ahead`
+has set them aside. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -188,6 +189,7 @@ def main() -> None:
         max_tree_nodes=arguments.nodes,
         max_depth=DEPTH,
         max_rows=max(64, most * arguments.nodes),
+        min_rows=8,  # as on TPU: else a round that missed would run one row, one set aside eight
         layers_per_program=LAYERS_PER_PROGRAM if on_cpu else None,
     )
     engines = {
