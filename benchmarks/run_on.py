@@ -5,9 +5,9 @@
 The engine alone, without services: rounds of the same trees, in turns within one run. `run`: each
 step ends before the next is packed. `ahead`: two are in flight, each round chosen on the device
 from candidates. `plain`: as `run`, by an engine whose programs know no candidates; what it saves
-is what choosing costs. `--host-ms`: work on the host between steps, as of a service (slept, so that
-a device of its own would be free meanwhile). Where candidates are missed, `run` has fewer rows, for `ahead`
-has set them aside. The last line is JSON.
+is what choosing costs. `--host-ms`: work on the host between steps, as of a service (slept, so
+that a device of its own would be free meanwhile). Where candidates are missed, `run` has fewer
+rows, for `ahead` has set them aside. The last line is JSON.
 """
 
 from __future__ import annotations
