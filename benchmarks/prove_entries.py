@@ -73,6 +73,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "models/target.py",
         "verify_service/batch.py",
         "verify_service/program.py",
+        "verify_service/resolve.py",
     ),
     "draft step": _DRAFT_STEP,
     "int8 draft step": (*_DRAFT_STEP, "draft_service/int8.py"),

@@ -56,9 +56,12 @@ from verify_service.program import (
     StepParts,
     verify_step,
 )
+from verify_service.resolve import LastRound
 
 BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(jnp.float32)
 DRAFT_VOCAB = 32000  # of the published heads
+MAX_AHEAD_NODES = 128
+"""Candidates of each sequence whose round follows the step before."""
 
 
 def _target(
@@ -290,6 +293,7 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
         max_context_len=8192,
         max_tree_nodes=served.nodes,
         max_depth=8,
+        max_ahead_nodes=MAX_AHEAD_NODES,
         max_rows=rows,
         backend=Backend.PALLAS,
         chip=chip,
@@ -307,9 +311,12 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
 
     step = split_over(mesh, whole, inputs, OUTPUT_SPECS)
 
-    def run(pages: Any, seen: Any, bias: Any, buffer: Any, *leaves: Any) -> Any:
+    def run(
+        pages: Any, seen: Any, bias: Any, emitted: Any, kv_lens: Any, buffer: Any, *leaves: Any
+    ) -> Any:
         params = unflatten(dict(zip(local, leaves, strict=True)))
-        return step(params, DeviceState(pages, SlotState(seen, bias)), buffer)
+        last = LastRound(emitted, kv_lens)
+        return step(params, DeviceState(pages, SlotState(seen, bias), last), buffer)
 
     shape = pages_shape(
         num_layers=target.num_layers,
@@ -323,12 +330,16 @@ def verify(served: Served, chip: Chip, mesh: Mesh | None) -> Step:
     buffer = Argument((config.shape.packing(bucket).size,), jnp.int32)
     slots = (config.max_sequences, target.stored_vocab_size)
     by_token = VOCABULARY_SPEC if mesh else WHOLE
-    state = [Argument(slots, dtype, by_token) for dtype in (jnp.int32, F32)]
+    state = [
+        *(Argument(slots, dtype, by_token) for dtype in (jnp.int32, F32)),
+        Argument((config.max_sequences, config.max_depth + 1), jnp.int32),
+        Argument((config.max_sequences,), jnp.int32),
+    ]
     return Step(
         call=Call(
             function=run,
             arguments=[pages, *state, buffer, *weights],
-            donate=(0, 1, 2),
+            donate=(0, 1, 2, 3, 4),
         ),
         weights=_large(list(local.values())),
         pages_bytes=_nbytes(shape) // target.num_shards,

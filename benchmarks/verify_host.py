@@ -73,7 +73,9 @@ class TrivialEngine:
     def download(
         self, works: Sequence[SequenceWork], small: dict[str, npt.NDArray[np.generic]]
     ) -> list[SequenceOutcome]:
-        return cut_outcomes(works, small, top=None, prompt=None, features=self._features)
+        return cut_outcomes(
+            works, [None] * len(works), small, top=None, prompt=None, features=self._features
+        )
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
         self.upload(works)

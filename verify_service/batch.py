@@ -2,18 +2,19 @@
 
 T rows (all blocks one behind the other), N logit rows (the trees' nodes, roots included), B slots
 of sequences, P pages of a sequence, W words of ancestor bits, S stop tokens, M words of a node's
-token mask.
+token mask, C candidates of a block that follows another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from common.packing import Field, Packing
+from verify_service.follow_up import FollowUp, places_of
 from verify_service.step import SequenceWork
 
 ROW_BUCKETS = (1, 8, 16, 32, 64, 256, 1024)
@@ -38,6 +39,7 @@ class BatchShape:
     ancestor_words: int  # W
     max_stop_tokens: int  # S
     max_depth: int  # most accepted nodes of a round
+    max_ahead_nodes: int = 0  # C; 0: no block can follow another
 
     def packing(self, bucket: Bucket) -> Packing:
         """The one transfer of a step in this bucket."""
@@ -77,7 +79,22 @@ class BatchShape:
             Field("scored", (n,)),  # the prompt's token that follows the node's row
             Field("num_scored_top", (n,)),  # -1: not wanted; 0: its own; more: so many beside
             *masks,  # bits: the tokens that may follow the node (verify_service/token_masks.py)
+            *self._ahead(),
         )
+
+    def _ahead(self) -> list[Field]:
+        """What blocks that follow are resolved from (verify_service/resolve.py)."""
+        b, c = self.max_sequences, self.max_ahead_nodes
+        if not c:
+            return []
+        return [
+            Field("follows", (b,)),  # its place among the works of the step before; -1: none
+            Field("follow_depth", (b,)),  # most nodes below the new root
+            Field("ahead_tokens", (b, c)),  # the candidates, rooted at the root before
+            Field("ahead_depths", (b, c)),  # 0: the root, and padding
+            Field("ahead_entered", (b, c)),
+            Field("ahead_left", (b, c)),
+        ]
 
     def results(self) -> Packing:
         """The one transfer back, beside features and what few ask for. D: most accepted nodes."""
@@ -91,8 +108,18 @@ class BatchShape:
         )
 
 
-def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> npt.NDArray[np.int32]:
-    """The buffer of `shape.packing(bucket)`; the works lie in their order, slot i = work i."""
+def pack(
+    works: Sequence[SequenceWork],
+    shape: BatchShape,
+    bucket: Bucket,
+    before: Mapping[int, int] | None = None,
+) -> npt.NDArray[np.int32]:
+    """The buffer of `shape.packing(bucket)`; the works lie in their order, slot i = work i.
+
+    `before`: where the step before had each of its slots, for works that follow. Of their blocks,
+    `positions` are the rows' own numbers and `node_parents` the tree's first node until the device
+    resolves them.
+    """
     packing = shape.packing(bucket)
     buffer = np.zeros(packing.size, np.int32)
     v = packing.views(buffer)
@@ -105,6 +132,8 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
     v["num_scored_top"][:] = -1
     if bucket.mask_words:
         v["token_mask"][:] = 0xFFFFFFFF
+    if shape.max_ahead_nodes:
+        v["follows"][:] = -1
     row = 0
     for work, nodes in zip(works, scored_nodes(works), strict=True):
         if work.num_scored:
@@ -116,16 +145,21 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
     for slot, work in enumerate(works):
         n, causal = work.num_rows, work.num_causal
         rows = slice(row, row + n)
-        v["tokens"][rows] = work.tokens
-        v["positions"][rows] = work.kv_len + _offsets(work)
         v["row_sequence"][rows] = slot
         v["row_is_causal"][row : row + causal] = 1
-        v["ancestors"][row + causal : row + n] = _ancestor_words(work, shape.ancestor_words)
+        if work.follows is None:
+            v["tokens"][rows] = work.tokens
+            v["positions"][rows] = work.kv_len + _offsets(work)
+            v["ancestors"][row + causal : row + n] = _ancestor_words(work, shape.ancestor_words)
+        else:
+            v["positions"][rows] = np.arange(n)
+            _pack_ahead(v, slot, work.follows, (before or {})[work.slot])
         if work.samples:
             root = row + causal - 1
             count = work.num_nodes
             v["node_rows"][node : node + count] = np.arange(root, root + count)
-            v["node_parents"][node + 1 : node + count] = work.parents[causal:] - (causal - 1) + node
+            parents = 0 if work.follows is not None else work.parents[causal:] - (causal - 1)
+            v["node_parents"][node + 1 : node + count] = parents + node
             v["node_sequence"][node : node + count] = slot
             if work.token_mask is not None:
                 v["token_mask"][node : node + count] = work.token_mask
@@ -139,6 +173,18 @@ def pack(works: Sequence[SequenceWork], shape: BatchShape, bucket: Bucket) -> np
     for i, (source, target) in enumerate(copies):
         v["copy_from"][i], v["copy_to"][i] = source, target
     return buffer
+
+
+def _pack_ahead(
+    v: dict[str, npt.NDArray[np.generic]], slot: int, follows: FollowUp, before: int
+) -> None:
+    n = follows.tree.num_nodes
+    v["follows"][slot] = before
+    v["follow_depth"][slot] = follows.max_depth
+    v["ahead_tokens"][slot, :n] = follows.tree.tokens
+    v["ahead_depths"][slot, :n], v["ahead_entered"][slot, :n], v["ahead_left"][slot, :n] = (
+        places_of(follows.tree)
+    )
 
 
 def scored_nodes(works: Sequence[SequenceWork]) -> list[slice]:

@@ -4,6 +4,7 @@ request, one set per bucket (verify_service/program.py)."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,13 +24,16 @@ from models.device import compile_all
 from models.eagle3.fusing import FusingHead
 from models.layers import Params
 from models.packing import pack_parameters, wants_packing
-from models.sharding import PAGES_SPEC
+from models.sharding import PAGES_SPEC, WHOLE_SPEC
 from models.target import scoring_table
 from verify_service.batch import ROW_BUCKETS, BatchShape, Bucket, pack
+from verify_service.flights import Flights
+from verify_service.follow_up import Chosen
 from verify_service.outcomes import HostArrays, cut_outcomes
 from verify_service.program import DeviceState, SplitStep, StepOutput, StepParts, WholeStep
+from verify_service.resolve import LastRound, no_round
 from verify_service.slots import Slots
-from verify_service.step import SequenceOutcome, SequenceWork
+from verify_service.step import Launched, SequenceOutcome, SequenceWork
 from verify_service.token_masks import num_mask_words
 
 Step = WholeStep | SplitStep
@@ -50,6 +54,7 @@ class EngineConfig:
     max_context_len: int  # tokens of one sequence
     max_tree_nodes: int  # root included
     max_depth: int = 16
+    max_ahead_nodes: int = 0  # candidates of a work that follows another; 0: none can
     row_buckets: tuple[int, ...] = ROW_BUCKETS  # ascending; those above max_rows are left out
     max_rows: int = 256
     min_rows: int = 1  # 8 on TPU: one-row matrix products take another, slower path there
@@ -67,6 +72,7 @@ class EngineConfig:
             ancestor_words=max(1, -(-(self.max_tree_nodes - 1) // 32)),
             max_stop_tokens=self.max_stop_tokens,
             max_depth=self.max_depth,
+            max_ahead_nodes=self.max_ahead_nodes,
         )
 
     def buckets(self) -> tuple[Bucket, ...]:
@@ -85,7 +91,7 @@ class EngineConfig:
 
 
 class DeviceEngine:
-    """Implements `step.VerifyEngine`; on the further hosts of a slice, `common.group.life`'s
+    """Implements `step.AheadEngine`; on the further hosts of a slice, `common.group.life`'s
     FollowingEngine. Called from one thread.
     """
 
@@ -121,6 +127,9 @@ class DeviceEngine:
         self._pages = jnp.zeros(shape, target.dtype, device=where)
         num_tokens = target.stored_vocab_size
         self._slots = Slots(config.max_sequences, num_tokens, self._mesh, group)
+        self._last = self._no_round()
+        self._flights = Flights[StepOutput]()
+        self._unfinished: deque[jax.Array] = deque()  # of the leader's steps, on another host
         self.pages_bytes = pages_bytes(shape, target.dtype)
         self._buckets = config.buckets()
         if config.token_masks:
@@ -141,43 +150,76 @@ class DeviceEngine:
         self._warm = True
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
-        """See `step.VerifyEngine.run`."""
+        """See `step.AheadEngine`, for `launch` and `finish` too."""
         if not works:
             return []
+        self._flights.check_none()
+        return self.finish(self.launch(works))
+
+    def launch(self, works: Sequence[SequenceWork]) -> Launched:
         bucket = self._bucket_for(works)
-        buffer = pack(works, self.config.shape, bucket)
+        self._flights.check(works, self.config.page_size, self.config.max_ahead_nodes)
+        buffer = pack(works, self.config.shape, bucket, self._flights.places)
         with in_step(self._group):
             self._slots.prepare(works)
             if self._group is not None:
                 number = np.array(self._buckets.index(bucket), np.int32)
                 self._group.tell("step", number, buffer)
             out = self._run_program(bucket, buffer)
-            outcomes = self._fetch(works, out)
-        self._slots.note(works, outcomes)
+        out.small.copy_to_host_async()
+        if any(work.wants_features for work in works):
+            out.features.copy_to_host_async()
+        return self._flights.add(works, out)
+
+    def finish(self, launched: Launched) -> list[SequenceOutcome]:
+        flight = self._flights.oldest(launched)
+        try:
+            with in_step(self._group):
+                if self._group is not None:
+                    self._group.tell("finish")
+                outcomes = self._fetch(flight.works, flight.chosen(), flight.output)
+        except Exception:
+            self._flights.forget()
+            raise
+        self._flights.retire(outcomes)
+        self._slots.note(flight.works, flight.kv_lens(outcomes), self._flights.slots)
         return outcomes
 
     def follow(self, operation: str, arrays: Sequence[Array]) -> None:
         """See `common.group.life.FollowingEngine`."""
         if operation == "slot":
             self._slots.set(*arrays)
-        else:
+        elif operation == "step":
             number, buffer = arrays
-            out = self._run_program(self._buckets[int(number)], buffer)
-            jax.block_until_ready(out.small)  # type: ignore[no-untyped-call]
+            self._unfinished.append(self._run_program(self._buckets[int(number)], buffer).small)
+        else:
+            jax.block_until_ready(self._unfinished.popleft())  # type: ignore[no-untyped-call]
+
+    def _no_round(self) -> LastRound | None:
+        if not self.config.max_ahead_nodes:
+            return None
+        where = None if self._mesh is None else NamedSharding(self._mesh, WHOLE_SPEC)
+        sizes = self.config.max_sequences, self.config.max_depth
+        empty: LastRound = jax.jit(no_round, static_argnums=(0, 1), out_shardings=where)(*sizes)
+        return empty
+
+    def _state(self) -> DeviceState:
+        return DeviceState(self._pages, self._slots.state, self._last)
 
     def _run_program(self, bucket: Bucket, buffer: Array) -> StepOutput:
-        out = self._program(bucket)(DeviceState(self._pages, self._slots.state), buffer)
-        self._pages, self._slots.state = out.state
+        out = self._program(bucket)(self._state(), buffer)
+        self._pages, self._slots.state, self._last = out.state
         return out
 
-    def _fetch(self, works: Sequence[SequenceWork], out: StepOutput) -> list[SequenceOutcome]:
+    def _fetch(
+        self, works: Sequence[SequenceWork], chosen: Sequence[Chosen | None], out: StepOutput
+    ) -> list[SequenceOutcome]:
         """A step's results on the host: one transfer, and others for what is asked for."""
-        wanted = any(work.wants_features for work in works)
-        if wanted:
-            out.features.copy_to_host_async()
         small = self.config.shape.results().views(np.asarray(out.small))
+        wanted = any(work.wants_features for work in works)
         return cut_outcomes(
             works,
+            chosen,
             small,
             top=_fetch(out.top, any(work.sampling.top_logprobs for work in works)),
             prompt=_fetch(out.prompt, any(work.num_scored for work in works)),
@@ -237,7 +279,7 @@ class DeviceEngine:
             chip=config.chip,
             fusing=None if self.fusing is None else self.fusing.config,
         )
-        state = DeviceState(self._pages, self._slots.state)
+        state = self._state()
         program: Step
         if config.layers_per_program is None or self._mesh is not None:
             program = WholeStep(parts, self._params, state, self._mesh)

@@ -1,6 +1,7 @@
 """The verify step as device programs: from one packed buffer to tokens, features and new pages.
 
-Copy the pages that are no longer shared -> embed rows at their positions -> layers, attending the
+Fill in the blocks that follow the step before (verify_service/resolve.py) -> copy the pages that
+are no longer shared -> embed rows at their positions -> layers, attending the
 paged prefix and the step's own block -> logits of the nodes -> the target's pick per node -> walk
 -> K/V of committed rows into pages. Deferred commit: a rejected branch never touches the pages.
 
@@ -23,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from common.packing import Packing
 from common.types import MAX_TOP_LOGPROBS
 from kernels.adjust_logits.api import adjust_logits, count_tokens
 from kernels.adjust_logits.types import LogitOptions, SlotState
@@ -57,19 +59,23 @@ from models.target import (
 )
 from verify_service.batch import BatchShape, Bucket
 from verify_service.mask_share import unpack_share
+from verify_service.resolve import LastRound, resolve
 from verify_service.slots import root_nodes
 
 Arrays = dict[str, jax.Array]
 
 
 class DeviceState(NamedTuple):
-    """What a step takes over from the last one; donated. `slots`: see verify_service/slots.py."""
+    """What a step takes over from the last one; donated. `slots`: see verify_service/slots.py.
+    `last`: None where no block can follow another.
+    """
 
     pages: jax.Array
     slots: SlotState
+    last: LastRound | None = None
 
 
-STATE_SPECS = DeviceState(PAGES_SPEC, VOCABULARY_SPEC)  # type: ignore[arg-type]
+STATE_SPECS = DeviceState(PAGES_SPEC, VOCABULARY_SPEC, WHOLE_SPEC)  # type: ignore[arg-type]
 
 
 class StepOutput(NamedTuple):
@@ -113,6 +119,14 @@ class StepParts:
             )
             for field, span in self.shape.packing(self.bucket).spans()
         }
+
+    def resolve(self, x: Arrays, last: LastRound | None) -> Arrays:
+        """`x` with the blocks filled in that follow the step before."""
+        return x if last is None else resolve(x, last)
+
+    def pack_again(self, x: Arrays) -> jax.Array:
+        """The buffer of which `unpack` makes `x`."""
+        return _joined(x, self.shape.packing(self.bucket))
 
     def own_pages(self, pages: jax.Array, x: Arrays) -> jax.Array:
         """`pages` with those copied that sequences must have for themselves from now on."""
@@ -192,20 +206,19 @@ class StepParts:
         }
         top = {"top_tokens": logprobs.top_tokens, "top_logprobs": logprobs.top}
         return StepOutput(
-            DeviceState(new_pages, slots),
-            self._packed(small),
+            DeviceState(new_pages, slots, self._last_round(state, accepted, x)),
+            _joined(small, self.shape.results()),
             top,
             self._prompt_logprobs(logits, x),
             features,
         )
 
-    def _packed(self, results: Arrays) -> jax.Array:
-        """int32 [size] of `BatchShape.results()`."""
-        return jnp.concatenate(
-            [
-                lax.bitcast_convert_type(results[field.name], jnp.int32).reshape(-1)
-                for field in self.shape.results().fields
-            ]
+    def _last_round(self, state: DeviceState, accepted: Accepted, x: Arrays) -> LastRound | None:
+        if state.last is None:
+            return None
+        return LastRound(
+            emitted=accepted.emitted,
+            kv_lens=x["kv_lens"] + x["num_causal"] + accepted.num_accepted,
         )
 
     def _count(
@@ -291,6 +304,16 @@ class StepParts:
         }
 
 
+def _joined(arrays: Arrays, packing: Packing) -> jax.Array:
+    """int32 [size]: the fields of `packing`, one behind the other."""
+    return jnp.concatenate(
+        [
+            lax.bitcast_convert_type(arrays[field.name], jnp.int32).reshape(-1)
+            for field in packing.fields
+        ]
+    )
+
+
 def _logit_options(x: Arrays) -> LogitOptions:
     return LogitOptions(**{name: x[name] for name in LogitOptions._fields})
 
@@ -299,7 +322,7 @@ def verify_step(
     parts: StepParts, params: Params, state: DeviceState, buffer: jax.Array
 ) -> StepOutput:
     """The whole step, to be traced as one program. `state` should be donated."""
-    x = parts.unpack(buffer)
+    x = parts.resolve(parts.unpack(buffer), state.last)
     state = state._replace(pages=parts.own_pages(state.pages, x))
     layers = layer_params(parts.target, params)
     stream = embed_rows(parts.target, params, x["tokens"])
@@ -345,13 +368,16 @@ class SplitStep:
         self._top = {k: v for k, v in params.items() if not k.startswith("layer_")}
         buffer = np.zeros(parts.shape.packing(parts.bucket).size, np.int32)
 
-        def embed(top: Params, pages: jax.Array, buffer: jax.Array) -> tuple[jax.Array, jax.Array]:
-            x = parts.unpack(buffer)
-            return embed_rows(target, top, x["tokens"]), parts.own_pages(pages, x)
+        def embed(
+            top: Params, pages: jax.Array, last: LastRound | None, buffer: jax.Array
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            x = parts.resolve(parts.unpack(buffer), last)
+            resolved = buffer if last is None else parts.pack_again(x)
+            return embed_rows(target, top, x["tokens"]), parts.own_pages(pages, x), resolved
 
-        lowered = jax.jit(embed, donate_argnums=(1,)).lower(self._top, state.pages, buffer)
-        self._embed: Any = lowered.compile()
-        stream: Any = jax.eval_shape(embed, self._top, state.pages, buffer)[0]
+        inputs = self._top, state.pages, state.last, buffer
+        self._embed: Any = jax.jit(embed, donate_argnums=(1,)).lower(*inputs).compile()
+        stream: Any = jax.eval_shape(embed, *inputs)[0]
         programs: dict[Any, Any] = {}
         self._groups: list[tuple[Any, list[Params], np.int32]] = []
         blocks: list[Any] = []
@@ -393,8 +419,7 @@ class SplitStep:
 
     def __call__(self, state: DeviceState, buffer: np.ndarray[Any, Any]) -> StepOutput:
         """Runs the step; `state` is given up."""
-        on_device = jax.device_put(buffer)
-        stream, pages = self._embed(self._top, state.pages, on_device)
+        stream, pages, on_device = self._embed(self._top, state.pages, state.last, buffer)
         state = state._replace(pages=pages)
         blocks: list[jax.Array] = []
         boundaries: list[jax.Array] = []

@@ -9,7 +9,7 @@ such options cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from common.group.wire import Array
 from kernels.adjust_logits.api import empty_state, seen_row
 from kernels.adjust_logits.types import SlotState
 from models.sharding import VOCABULARY_SPEC
-from verify_service.step import SequenceOutcome, SequenceWork, TokenHistory
+from verify_service.step import SequenceWork, TokenHistory
 
 
 def _set(state: SlotState, slot: jax.Array, seen: jax.Array, bias: jax.Array) -> SlotState:
@@ -47,19 +47,28 @@ class Slots:
         self._set: Any = put.lower(self.state, np.int32(0), seen, bias).compile()
 
     def prepare(self, works: Sequence[SequenceWork]) -> None:
-        """Before a step: sets the slots that do not stand where their sequence stands."""
+        """Before a step: sets the slots that do not stand where their sequence stands. That of a
+        work that follows does, whatever the step before commits.
+        """
         for work in works:
-            if not work.needs_slot:
+            if not work.needs_slot or work.follows is not None:
                 continue
             assert work.history is not None  # validated with the work
             if self._known.pop(work.slot, None) != (work.history, work.kv_len):
                 self._upload(work, work.history)
 
-    def note(self, works: Sequence[SequenceWork], outcomes: Sequence[SequenceOutcome]) -> None:
-        """After a step. Without it, as when a step failed, slots are set again."""
-        for work, outcome in zip(works, outcomes, strict=True):
-            if work.needs_slot and work.history is not None:
-                self._known[work.slot] = (work.history, work.kv_len + outcome.num_committed)
+    def note(
+        self,
+        works: Sequence[SequenceWork],
+        kv_lens: Sequence[int],
+        in_flight: Container[int],
+    ) -> None:
+        """After a step; `kv_lens`: what each sequence has in pages now. Slots of a further step
+        `in_flight` stand elsewhere already. Without it, as when a step failed, slots are set again.
+        """
+        for work, kv_len in zip(works, kv_lens, strict=True):
+            if work.needs_slot and work.history is not None and work.slot not in in_flight:
+                self._known[work.slot] = (work.history, kv_len)
 
     def _upload(self, work: SequenceWork, history: TokenHistory) -> None:
         prompt = np.array(history.tokens[: history.num_prompt_tokens], np.int32)

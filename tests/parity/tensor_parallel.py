@@ -17,12 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
+from ahead_driver import Ahead, generate_ahead, tree_below
 from engine_driver import Allow, Generated, first_difference, guessing
 from engine_driver import generate as generate_all
 from model_files import load_golden, write_model
 
 from benchmarks.tiny_models import VOCAB_SIZE, write_tiny_target
-from common.types import SamplingParams
+from common.types import DraftTree, SamplingParams
 from models.eagle3 import HeadOverrides, load_fusing_head, open_head
 from models.eagle3.init import init_head
 from models.sharding import model_mesh
@@ -33,6 +34,8 @@ from verify_service.engine import DeviceEngine, EngineConfig
 NUM_TOKENS = 16
 EIGHT_HEADS = "eight_heads"
 """Features are fused on the way, by a head that is split as well."""
+AHEAD = "qwen2"
+"""Steps are launched ahead as well."""
 BOUNDARIES = (0, 2)
 ENGINE = EngineConfig(
     num_pages=32,
@@ -85,10 +88,33 @@ def open_new_head(target: Path) -> Any:
     return open_head(where, read_target_facts(target), HeadOverrides(), np.float32)
 
 
+def follow_each_other(
+    split: DeviceEngine, alone: list[Generated], samplings: list[SamplingParams]
+) -> dict[str, object]:
+    """Rounds launched before the last has ended, along what one device gave and beside it."""
+    sequences = [
+        Ahead(one.tokens[: one.num_prompt], sampling, (one.num_prompt,), opens=i % 2,
+              stop_tokens=() if sampling.ignore_eos else STOPS)
+        for i, (one, sampling) in enumerate(zip(alone, samplings, strict=True))
+    ]  # fmt: skip
+
+    def candidates(sequence: int, tokens: list[int]) -> DraftTree:
+        chain = alone[sequence].tokens[len(tokens) : len(tokens) + 5]
+        return tree_below(tokens[-1], [7, *chain], [0, 0, *range(2, len(chain) + 1)])
+
+    record = generate_ahead(split, sequences, NUM_TOKENS, candidates, 4, 3)
+    margins = []
+    for ours, theirs in zip(sequences, alone, strict=True):
+        pairs = zip(ours.response, theirs.response, strict=False)
+        margins += [theirs.margins[i] for i, (a, b) in enumerate(pairs) if a != b][:1]
+    return {"ahead": margins, "ahead_accepted": record.num_accepted}
+
+
 def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
     tokens, vocab_size = write_target(name, directory)
     mesh = model_mesh(num_shards)
     config = replace(ENGINE, token_masks=name == EIGHT_HEADS)  # elsewhere: the step without masks
+    ahead = replace(config, max_ahead_nodes=12 if name == AHEAD else 0)
     fusing = dict.fromkeys((None, mesh))
     if name == EIGHT_HEADS:
         fusing = {where: load_fusing_head(*open_new_head(directory), where) for where in fusing}
@@ -96,7 +122,7 @@ def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
         *load_target(directory, boundaries=BOUNDARIES), config, fusing=fusing[None]
     )
     split = DeviceEngine(
-        *load_target(directory, boundaries=BOUNDARIES, mesh=mesh), config, mesh, fusing=fusing[mesh]
+        *load_target(directory, boundaries=BOUNDARIES, mesh=mesh), ahead, mesh, fusing=fusing[mesh]
     )
     prompts = [tokens[: 6 + 5 * i] for i in range(4)]
 
@@ -121,6 +147,8 @@ def compare(name: str, num_shards: int, directory: Path) -> dict[str, object]:
         )
         result[f"{kind}_features"] = nearest
         result[f"{kind}_logprobs"] = max(map(logprob_difference, alone, others))
+    if name == AHEAD:
+        result |= follow_each_other(split, alone, SAMPLINGS)
     pages = split._pages.addressable_shards  # type: ignore[attr-defined]
     result["pages"] = [list(shard.data.shape) for shard in pages]
     return result

@@ -1,0 +1,126 @@
+"""A round whose root is not known yet: which tree it takes once it is, on the host.
+
+The device makes the same choice from the same arrays (verify_service/resolve.py); this one says
+afterwards what was verified, and is what the device's is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.types import DraftTree, Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """What the next round of a sequence may verify, whatever its present one emits.
+
+    `tree`: candidates, rooted at the root of the round before. Its nodes that hang where the tokens
+    emitted there lead are the round's tree: the first `num_rows - 1` in the tree's order, none
+    deeper than `max_depth` below the new root. `num_rows`: rows of the step set aside, the root's
+    included; those that no node takes are inert.
+    """
+
+    tree: DraftTree
+    num_rows: int
+    max_depth: int
+
+    @property
+    def most_depth(self) -> int:
+        """Most nodes that the round can accept."""
+        return min(self.max_depth, self.num_rows - 1)
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises ValueError naming the first rule that is broken, with value and limit."""
+        if self.num_rows < 1:
+            raise ValueError(f"follows.num_rows: {self.num_rows} must be 1 or more, for the root")
+        if self.max_depth < 0:
+            raise ValueError(f"follows.max_depth: {self.max_depth} is negative")
+        try:
+            self.tree.validate(vocab_size, self.tree.num_nodes)
+        except ValueError as error:
+            raise ValueError(f"follows.tree: {error}") from None
+
+    def choose(self, emitted: Sequence[int]) -> Chosen:
+        """The tree of the round that follows one that emitted these tokens, at least one."""
+        root = node_at(self.tree, emitted)
+        if root < 0:
+            return Chosen(DraftTree.root_only(emitted[-1]), np.full(1, -1, np.int32))
+        nodes = nodes_below(self.tree, root, self.num_rows, self.max_depth)
+        return Chosen(tree_of(self.tree, nodes), nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """`tree`: what a follow-up verified. `nodes` int32 [its nodes]: the candidates that they were;
+    -1 for a root to which the candidates do not lead.
+    """
+
+    tree: DraftTree
+    nodes: Int32Array
+
+
+def node_at(tree: DraftTree, path: Sequence[int]) -> int:
+    """The first node whose path below the root spells `path`; 0 for an empty one, -1 for none."""
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    length = len(path)
+    reached = {0: 0}  # nodes on the way -> how many of the tokens lead there
+    if not length:
+        return 0
+    for node in range(1, len(tokens)):
+        depth = reached.get(parents[node])
+        if depth is not None and depth < length and tokens[node] == path[depth]:
+            if depth + 1 == length:
+                return node
+            reached[node] = depth + 1
+    return -1
+
+
+def nodes_below(tree: DraftTree, root: int, max_nodes: int, max_depth: int) -> Int32Array:
+    """int32: `root`, then the first nodes that descend from it, in order and at most `max_nodes`
+    with it, no deeper than `max_depth` below it.
+    """
+    depths = {root: 0}
+    parents = tree.parents.tolist()
+    for node in range(root + 1, len(parents)):
+        if len(depths) >= max_nodes:
+            break
+        above = depths.get(parents[node])
+        if above is not None and above < max_depth:
+            depths[node] = above + 1
+    return np.array([*depths], np.int32)
+
+
+def tree_of(tree: DraftTree, nodes: Int32Array) -> DraftTree:
+    """Those nodes as a tree of their own, the first being its root and above all others; scores
+    count from there.
+    """
+    number = {node: i for i, node in enumerate(nodes.tolist())}
+    parents = [number[parent] for parent in tree.parents[nodes[1:]].tolist()]
+    return DraftTree(
+        tokens=tree.tokens[nodes],
+        parents=np.array([-1, *parents], np.int32),
+        scores=tree.scores[nodes] - tree.scores[nodes[0]],
+    )
+
+
+def places_of(tree: DraftTree) -> tuple[list[int], list[int], list[int]]:
+    """Depth of each node, and its place in a walk through the tree, parents first: node k is m's
+    ancestor, or m itself, if `entered[k] <= entered[m] < left[k]`.
+    """
+    parents = tree.parents.tolist()
+    sizes = [1] * len(parents)  # with what hangs below
+    for node in range(len(parents) - 1, 0, -1):
+        sizes[parents[node]] += sizes[node]
+    depths, entered = [0] * len(parents), [0] * len(parents)
+    following = [1] * len(parents)  # where its next child is entered
+    for node in range(1, len(parents)):
+        parent = parents[node]
+        depths[node] = depths[parent] + 1
+        entered[node] = following[parent]
+        following[parent] += sizes[node]
+        following[node] = entered[node] + 1
+    return depths, entered, [a + b for a, b in zip(entered, sizes, strict=True)]
