@@ -28,7 +28,7 @@ _SHARES = _FALL / _FALL.sum()  # of each candidate; the first has 0.65
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`chances[d]`: that the truth at depth d + 1 below a tree's root is a candidate; deeper ones as
+    """`chances[d]`: that the truth at depth d + 1 below a tree's root is a candidate; deeper ones
     the last. They fall, for the head runs on ever more of its own states. `surety`: what the head
     believes over what is so.
     """
