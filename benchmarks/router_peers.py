@@ -23,6 +23,7 @@ import grpc.aio
 from canopy.v1 import draft_pb2, draft_pb2_grpc, types_pb2, verify_pb2, verify_pb2_grpc
 from common.process import event_loop_factory, tune_malloc
 from common.server import server_options
+from router.handshake import PROTOCOL_VERSION
 
 VOCAB_SIZE = 256
 NUM_EMITTED = 3
@@ -60,7 +61,7 @@ class InstantVerify(verify_pb2_grpc.VerifyServiceServicer):
 
     async def GetVerifyInfo(self, request: Any, context: Any) -> verify_pb2.GetVerifyInfoResponse:
         return verify_pb2.GetVerifyInfoResponse(
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             target=identity(self._arguments),
             features=features(self._arguments),
             max_context_len=1 << 20,
@@ -156,7 +157,7 @@ class InstantDraft(draft_pb2_grpc.DraftServiceServicer):
 
     async def GetDraftInfo(self, request: Any, context: Any) -> draft_pb2.GetDraftInfoResponse:
         return draft_pb2.GetDraftInfoResponse(
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             head_name="instant",
             target=identity(self._arguments),
             features=features(self._arguments),

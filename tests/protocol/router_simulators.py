@@ -21,6 +21,7 @@ from canopy.v1 import (
 )
 from common.security import RequireToken, ServerTls
 from common.server import server_options
+from router.handshake import PROTOCOL_VERSION
 from tests.protocol.router_toys import ROW_WIDTH, VOCAB_SIZE, ToyDraft, ToyVerify
 
 CREDIT_BYTES = 4096
@@ -66,7 +67,7 @@ class VerifySimulator(verify_pb2_grpc.VerifyServiceServicer):
         self.num_feature_bytes = 0
         self.changed = asyncio.Event()
         self.info = verify_pb2.GetVerifyInfoResponse(
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             target=target_identity(tokenizer_hash),
             features=FEATURES,
             max_context_len=512,
@@ -144,7 +145,7 @@ class DraftSimulator(draft_pb2_grpc.DraftServiceServicer):
         self.num_feature_bytes = 0
         self.granted_bytes = 0
         self.info = draft_pb2.GetDraftInfoResponse(
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             head_name="toy-head",
             target=target_identity(tokenizer_hash),
             features=FEATURES,

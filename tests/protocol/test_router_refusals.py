@@ -238,7 +238,7 @@ async def test_more_than_max_running_is_resource_exhausted(model: Path) -> None:
 
 MISFITS = [
     # where, field, value, words of the message
-    ("draft", "protocol_version", 2, ["protocol version", "1", "draft 2", "same release"]),
+    ("draft", "protocol_version", 1, ["protocol version", "2", "draft 1", "same release"]),
     ("verify", "protocol_version", 7, ["protocol version", "verify 7"]),
     ("verify", "target.tokenizer_hash", "ff", ["tokenizer_hash", "ff", "same model directory"]),
     ("draft", "target.vocab_size", 299, ["vocab_size", "300", "299", "same target"]),

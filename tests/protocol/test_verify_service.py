@@ -76,7 +76,7 @@ async def served(engine: Any) -> AsyncIterator[Served]:
         metrics=VerifyMetrics(metrics, 16, 32), gather_seconds=0.001,
     )  # fmt: skip
     servicer = VerifyServicer(hub)
-    servicer.loop, servicer.info = loop, verify_pb2.GetVerifyInfoResponse(protocol_version=1)
+    servicer.loop, servicer.info = loop, verify_pb2.GetVerifyInfoResponse()
     server = grpc.aio.server()
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
