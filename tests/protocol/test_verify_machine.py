@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from verify_toy import VOCAB, ToyEngine, continuation
 
-from common.types import DraftTree, ErrorCode, SamplingParams, SequenceState
+from common.types import Drafting, DraftTree, ErrorCode, SamplingParams, SequenceState
 from verify_service import commands as c
 from verify_service import events as e
 from verify_service.budget import TreeBudget
@@ -598,20 +598,21 @@ def test_results_say_whether_trees_pay_by_the_time_between_them() -> None:
     bench.machine.connect(1)
     bench.open(max_total_tokens=300)
     bench.steps()
-    truth, advice, wants_tree = continuation(PROMPT, 300), [], True
+    truth, advice, way = continuation(PROMPT, 300), [], Drafting.SYNCHRONOUS
     for round_ in range(1, 80):
         here = round_ - 1
         wrong = (truth[here + 1] + 1) % VOCAB
-        draft = tree(truth[here], (wrong, 0)) if wants_tree else tree(truth[here])
-        bench.now += 4.0 if wants_tree else 1.0
+        waits = way is Drafting.SYNCHRONOUS
+        draft = tree(truth[here], (wrong, 0)) if waits else tree(truth[here])
+        bench.now += 4.0 if waits else 1.0
         bench.do(verify(round_, 5 + here, draft, acked=round_ - 1))
         (done,) = [x.result for x in bench.steps() if isinstance(x, e.RoundDone)]
         assert list(done.tokens) == [truth[here + 1]]
-        wants_tree = done.wants_tree
-        advice.append(wants_tree)
-    assert advice[0]
-    assert not any(advice[-40:])
-    assert bench.machine.wants_trees is False
+        way = done.drafting
+        advice.append(way)
+    assert advice[0] is Drafting.SYNCHRONOUS
+    assert {*advice[-40:]} == {Drafting.NONE}
+    assert bench.machine.drafting is Drafting.NONE
     assert bench.machine.num_draft_probes == 1
 
 

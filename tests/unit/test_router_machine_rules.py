@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.types import ErrorCode, SamplingParams, SequenceState, TreeShape
+from common.types import Drafting, ErrorCode, SamplingParams, SequenceState, TreeShape
 from router.actions import (
     Action,
     Emitted,
@@ -170,16 +170,16 @@ def test_a_round_goes_from_result_to_extend_to_tree() -> None:
     assert to_draft(actions) == [DraftExtend(ID, 1, 1, 2, 4, [2, 3, 4])]
 
 
-def advised(subject: GenerationMachine, tokens: list[int], wants_tree: bool) -> RoundResult:
-    return result(subject, tokens)._replace(wants_tree=wants_tree)
+def advised(subject: GenerationMachine, tokens: list[int], way: Drafting) -> RoundResult:
+    return result(subject, tokens)._replace(drafting=way)
 
 
 def test_where_verify_advises_against_trees_the_root_goes_at_once() -> None:
     subject = started()
-    actions = subject.on_verify(advised(subject, [1], False), 0.1)
+    actions = subject.on_verify(advised(subject, [1], Drafting.NONE), 0.1)
     assert to_verify(actions) == [VerifyTree(ID, 1, 0, 1, 3, Tree.root_only(1))]
     assert to_draft(actions) == []
-    actions = subject.on_verify(advised(subject, [2], True), 0.2)
+    actions = subject.on_verify(advised(subject, [2], Drafting.SYNCHRONOUS), 0.2)
     assert to_draft(actions) == [DraftExtend(ID, 1, None, 2, 3, [1, 2])]
     assert to_verify(actions) == []
     assert subject.num_undrafted_rounds == 1
@@ -191,10 +191,10 @@ def test_a_draft_that_is_asked_nothing_still_hears_the_tokens() -> None:
     root_alone = TreeShape(max_depth=0, top_k=0, max_nodes=1)
     told = []
     for token in range(1, 10):
-        told += to_draft(subject.on_verify(advised(subject, [token], False), 0.1))
+        told += to_draft(subject.on_verify(advised(subject, [token], Drafting.NONE), 0.1))
     assert told == [DraftExtend(ID, 1, None, 8, 3, [*range(1, 9)], root_alone)]
     # A wish comes before its answer: it supersedes what was only told.
-    actions = subject.on_verify(advised(subject, [10], True), 0.2)
+    actions = subject.on_verify(advised(subject, [10], Drafting.SYNCHRONOUS), 0.2)
     assert to_draft(actions) == [DraftExtend(ID, 1, None, 10, 11, [9, 10])]
     late = TreeReady(ID, 1, 8, 11, Tree.root_only(8), 0.0, 0.0)
     assert subject.on_draft(late, 0.3) == []
