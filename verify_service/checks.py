@@ -93,14 +93,21 @@ def check_round(command: VerifyTree, sequence: VerifySequence, limits: VerifyLim
 
 
 def check_ahead(command: TreeAhead, sequence: VerifySequence, limits: VerifyLimits) -> None:
-    """INVALID for a malformed tree, or one that is not rooted in a committed token."""
+    """INVALID for a malformed tree, or one that is not rooted in a committed token; nothing else,
+    for it costs no round.
+    """
     try:
+        if command.round > sequence.next_round:
+            raise ValueError(f"round {command.round} has not begun, {sequence.next_round} is next")
         command.tree.validate(limits.vocab_size, MAX_AHEAD_NODES)
         if not np.isfinite(command.tree.scores).all():
             raise ValueError("it has a score that is not finite")
         last = sequence.committed_len - 1
         if command.kv_len > last:
-            raise ValueError(f"kv_len is {command.kv_len}, the last committed token at {last}")
+            raise ValueError(
+                f"kv_len is {command.kv_len}, the last committed token stands at {last}; root the"
+                " tree in a committed one"
+            )
         root, there = int(command.tree.tokens[0]), sequence.tokens[command.kv_len]
         if root != there:
             raise ValueError(f"its root is token {root}, at kv_len stands {there}")

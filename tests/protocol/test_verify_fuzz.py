@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from verify_toy import VOCAB, ToyEngine
 
 from canopy.v1 import types_pb2, verify_pb2
+from common.types import Drafting
 from verify_service.codec import decode_request, encode_events
+from verify_service.draft_gate import FixedWay
 from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
 
@@ -31,6 +33,7 @@ tree = st.builds(
     parents=st.lists(uint32, max_size=9),
     scores=st.lists(real, max_size=9),
 )
+shape = st.builds(types_pb2.TreeShape, max_depth=uint32, top_k=uint32, max_nodes=uint32)
 bodies = st.one_of(
     st.builds(
         lambda **open_: {"open": verify_pb2.VerifyOpen(**open_)},
@@ -39,12 +42,20 @@ bodies = st.one_of(
         stop_token_ids=st.lists(uint32, max_size=3), max_total_tokens=st.just(20) | uint32,
         round=uint64, wants_features=st.booleans(), choice_index=st.just(0) | uint32,
         fork_of=st.sampled_from([b"", b"x" * 15, b"a" * 16, b"b" * 16]),
+        runs_on=st.booleans(), draft_ahead=st.booleans(),
     ),
     st.builds(lambda p: {"attach": verify_pb2.VerifyAttach(features_from=p)}, uint32),
     st.builds(
         lambda r, k, t: {"verify_tree": verify_pb2.VerifyTree(round=r, kv_len=k, tree=t)},
         uint64, uint32, tree,
     ),
+    st.builds(
+        lambda r, k, t, m: {
+            "tree_ahead": verify_pb2.VerifyTreeAhead(round=r, kv_len=k, tree=t, most=m)
+        },
+        uint64, uint32, tree, st.none() | shape,
+    ),
+    st.just({"acknowledge": verify_pb2.VerifyAcknowledge()}),
     st.builds(
         lambda n, r: {"rollback": verify_pb2.VerifyRollback(committed_len=n, round=r)},
         uint32, uint64,
@@ -75,12 +86,13 @@ def run(machine: VerifyMachine, engine: ToyEngine, request: verify_pb2.VerifyReq
     machine.check_balance()
 
 
-@given(st.lists(commands, min_size=1, max_size=12))
+@given(st.lists(commands, min_size=1, max_size=12), st.sampled_from(Drafting))
 @settings(max_examples=300, deadline=None)
 def test_any_command_is_answered_and_breaks_nothing(
-    frame: list[verify_pb2.VerifyCommand],
+    frame: list[verify_pb2.VerifyCommand], way: Drafting
 ) -> None:
-    machine, engine = VerifyMachine(LIMITS), ToyEngine(LIMITS.num_pages, LIMITS.page_size)
+    machine = VerifyMachine(LIMITS, gate=FixedWay(way))
+    engine = ToyEngine(LIMITS.num_pages, LIMITS.page_size)
     machine.connect(1)
     for command in frame:
         run(machine, engine, verify_pb2.VerifyRequest(commands=[command]))
