@@ -66,7 +66,7 @@ def quantiles(metric: str, label: str = "", by: str = "") -> list[Query]:
 
 
 R, V, D = "canopy_router", "canopy_verify", "canopy_draft"
-FORESEEN, HIT = f"{V}_foreseen_rounds_total", 'outcome="hit"'
+AHEAD, REACHED = f"{V}_ahead_rounds_total", 'outcome="tree"'
 DRAFTS = rate(f"{R}_spec_decode_num_drafts_total")
 ROOT_ONLY = rate(f"{R}_root_only_rounds_total")
 PER_POS = f"{R}_spec_decode_num_accepted_tokens_per_pos_total"
@@ -267,25 +267,27 @@ SPECULATION = Board(
             limit=0.2,
         ),
         Panel(
-            question="How often is a round's outcome foreseen?",
+            question="Do trees ahead reach the rounds they are for?",
             queries=[
                 Query(
-                    expr=f"{rate(FORESEEN, where=HIT)} / {rate(FORESEEN)}",
-                    legend="begun at once, of rounds with trees ahead",
+                    expr=f"{rate(AHEAD, where=REACHED)} / {rate(AHEAD)}",
+                    legend="with nodes of one, of rounds that verify began",
                 ),
             ],
             unit="percentunit",
-            note="Draft ahead (the draft's --draft-ahead). Trees that came too late for verify and"
-            " were sent by the router: canopy_router_foreseen_rounds_total beyond these.",
+            note="While trees are grown ahead (the draft's --draft-ahead): no round waits, and one"
+            " that finds nothing of a tree runs its root alone.",
         ),
         Panel(
-            question="Does waiting for trees pay?",
+            question="How are rounds drafted?",
             queries=[
-                Query(expr=f"avg({V}_wants_trees{{{HERE}}})", legend="replicas that say so"),
+                Query(expr=f"avg by (way) ({V}_drafting{{{HERE}}})", legend="{{way}}"),
             ],
             unit="percentunit",
-            note="Verify measures both ways (--tree-budget auto). Rounds that follow its advice"
-            " against trees: canopy_router_undrafted_rounds_total.",
+            kind="stacked",
+            note="Shares of verify's replicas. Each measures the ways and takes the best"
+            " (--drafting auto); probes of another: canopy_verify_draft_probes_total. Rounds of"
+            " roots alone by its advice: canopy_router_undrafted_rounds_total.",
         ),
         Panel(
             question="Where does a round's time go?",
