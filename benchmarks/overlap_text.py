@@ -121,8 +121,8 @@ class SimulatedText(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def token(self, position: int) -> int:
-        """What the target says there."""
+    def token(self, position: int, depth: int) -> int:
+        """What the target says `depth` behind the root."""
 
     def tree(self, position: int, depth: int, num_nodes: int) -> DraftTree:
         """What the head grows for one round; shared, not to be changed. Its root's token means
@@ -143,7 +143,7 @@ class MadeUpText:
     def __init__(self, head: Head, text: Text) -> None:
         self._head, self._text = head, text
 
-    def token(self, position: int) -> int:
+    def token(self, position: int, depth: int) -> int:
         return TRUTH
 
     def tree(self, position: int, depth: int, num_nodes: int) -> DraftTree:
