@@ -13,7 +13,7 @@ from common.types import TreeShape
 from draft_service.levels import LevelSeconds
 from draft_service.sizes import AheadShape
 
-MAX_CONTEXT = 1 << 13
+MAX_CONTEXT = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,7 @@ class Scenario:
     def level_seconds(self, *, ahead: bool) -> LevelSeconds:
         """What the draft's warm-up would have measured."""
         sizes = [1 << bits for bits in range((self.batch - 1).bit_length() + 1)]
-        return [
-            (n, self.costs.draft_seconds(n * self.draft_width(n, ahead=ahead))) for n in sizes
-        ]
+        return [(n, self.costs.draft_seconds(n * self.draft_width(n, ahead=ahead))) for n in sizes]
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ def _hit_chances(head: Head, depth: int, is_hard: bool) -> tuple[float, ...]:
 class Text:
     """What the target will say, for one sequence, as ranks."""
 
-    def __init__(self, sequence: int, seed: int, num_positions: int = 1 << 14) -> None:
+    def __init__(self, sequence: int, seed: int, num_positions: int = 1 << 15) -> None:
         random = np.random.default_rng((seed, sequence))
         self._hard = (random.random(num_positions) < 0.5).tolist()
         self._draws = random.random(num_positions).tolist()
