@@ -3,10 +3,11 @@
     python -m benchmarks.overlap_real --verify-ms 40 --draft-ms 4 --rtt-ms 10 --batch 1,2,4
 
 Real: router, verify and draft as three processes over gRPC, `overlap_services` for the two with a
-device, which sleeps for the stated times. Simulated: `overlap_sync`, or with `--outcomes`
-`overlap_built`, with the same costs, text and head. What the simulation cannot know, the time of
-router, hosts and wires in a round, is measured in the first rounds of the real run and given to
-it; compared are its last three quarters. `stated` is without it. The ratio is simulated over real.
+device, which sleeps for the stated times. Simulated: `overlap_run` with the same costs, text and
+head. `--way`: in which all rounds go; the gate chooses unless it is given. What the simulation
+cannot know, the time of router, hosts and wires in a round that waits for them, is measured in the
+first rounds of the real run and given to it; compared are its last three quarters. `stated` is
+without it. The ratio is simulated over real.
 The last line is JSON.
 """
 
@@ -27,10 +28,10 @@ from typing import Any
 import grpc.aio
 
 from benchmarks.overlap import numbers
-from benchmarks.overlap_built import BuiltRun
 from benchmarks.overlap_costs import plain
+from benchmarks.overlap_run import Run
+from benchmarks.overlap_scenario import Scenario, Tally
 from benchmarks.overlap_services import write_scenario
-from benchmarks.overlap_sync import Scenario, SyncRun, Tally
 from benchmarks.overlap_text import Head
 from benchmarks.router_overhead import announced, process, write_model
 from benchmarks.serving import print_report
@@ -38,6 +39,7 @@ from canopy.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from common.entry import run_program
 from common.errors import StartupError
 from common.process import event_loop_factory
+from common.types import Drafting
 
 MOST_SECONDS = 300.0  # of one run
 OPEN_GAP = 1e-3  # in the simulation, between the first Open and the others; really, any
@@ -60,17 +62,15 @@ class Step:
     tokens: int
     nodes: int
     wished: int
-    num_begun: int  # rounds that verify went on with by itself
+    num_ahead: int  # rounds with nodes of a tree ahead
 
 
-def run_real(
-    scenario: Scenario, num_outcomes: int, num_tokens: int, drafts: bool = True
-) -> list[Step]:
+def run_real(scenario: Scenario, way: Drafting | None, num_tokens: int) -> list[Step]:
     """The steps of three processes, until one of the sequences has so many tokens."""
     with tempfile.TemporaryDirectory() as folder:
         model, record = Path(folder), Path(folder) / "steps.json"
         write_model(model)
-        write_scenario(model / "scenario.json", scenario, num_outcomes)
+        write_scenario(model / "scenario.json", scenario, way)
         common = ["--scenario", str(model / "scenario.json"), "--port", "0"]
         common += ["--log-level", "warning"]
         verify_flags = ["verify", *common, "--model", str(model), "--record", str(record)]
@@ -82,7 +82,7 @@ def run_real(
             router_flags = [
                 *("--model", str(model), "--port", "0", "--log-level", "warning"),
                 *("--verify", announced(verify, event="serving")["address"]),
-                *(("--draft", announced(draft, event="serving")["address"]) if drafts else ()),
+                *("--draft", announced(draft, event="serving")["address"]),
                 *("--tree-depth", str(scenario.depth), "--tree-nodes", str(scenario.max_nodes)),
                 *("--tree-seconds", "30"),
             ]
@@ -134,8 +134,8 @@ def tally_of(steps: Sequence[Step]) -> tuple[Tally, int]:
         tally.tokens += step.tokens
         tally.rounds += step.num_sequences
         tally.nodes += step.nodes
-        tally.wished += step.wished
-        tally.hits += step.num_begun
+        tally.trees += step.wished or step.num_ahead
+        tally.behind[0] = tally.behind.get(0, 0) + step.num_ahead  # how far is not recorded
     return tally, len(pairs) - len(steady)
 
 
@@ -149,18 +149,18 @@ def turns_of(scenario: Scenario, steps: Sequence[Step]) -> tuple[float, float]:
         taken = waits[bool(step.wished)]
         if step.num_sequences == later.num_sequences == scenario.batch and len(taken) < MEASURED:
             taken.append(later.begun - step.begun - step.seconds)
+    roots = waits[False]
     if not waits[True]:
-        raise StartupError("tokens: too few for a round of all sequences with a tree; ask for more")
+        if not roots:
+            raise StartupError("tokens: too few for a round of all sequences; ask for more")
+        return 0.0, 0.0  # nothing passes the router between two rounds
     stated = scenario.depth * scenario.costs.draft + scenario.rtt
     tree_turn = max(0.0, statistics.median(waits[True]) - stated)
-    roots = waits[False]
     return statistics.median(roots) if roots else tree_turn / 2, tree_turn
 
 
-def simulate(scenario: Scenario, num_outcomes: int) -> Tally:
-    if num_outcomes:
-        return BuiltRun(scenario, num_outcomes).run()
-    return SyncRun(scenario, budget=True).run()
+def simulate(scenario: Scenario, way: Drafting | None) -> Tally:
+    return Run(scenario, way, ahead=way is not Drafting.SYNCHRONOUS).run()
 
 
 def figures(tally: Tally) -> dict[str, float]:
@@ -170,22 +170,22 @@ def figures(tally: Tally) -> dict[str, float]:
         "step_over_verify_mean": round(sum(tally.intervals) / sum(tally.step_seconds), 3),
         "acceptance_length": round(tally.tokens / tally.rounds, 3),
         "nodes": round(tally.nodes / tally.rounds, 2),
-        "rounds_with_tree": round(tally.wished / tally.rounds, 3),
-        "hit_rate": round(tally.hits / tally.rounds, 3),
+        "rounds_with_tree": round(tally.trees / tally.rounds, 3),
+        "rounds_with_tree_ahead": round(sum(tally.behind.values()) / tally.rounds, 3),
         "sequences_per_step": round(tally.rounds / len(tally.intervals), 2),
     }
 
 
-def compare(scenario: Scenario, num_outcomes: int, num_tokens: int) -> dict[str, Any]:
+def compare(scenario: Scenario, way: Drafting | None, num_tokens: int) -> dict[str, Any]:
     """One batch, real and simulated with as many steps."""
-    steps = run_real(scenario, num_outcomes, num_tokens)
+    steps = run_real(scenario, way, num_tokens)
     gap = OPEN_GAP if scenario.batch > 1 else 0.0
     stated = replace(scenario, num_steps=len(steps), open_gap=gap)
     root_turn, tree_turn = turns_of(scenario, steps)
     alike = replace(stated, root_turn=root_turn, tree_turn=tree_turn)
     tally, num_stalls = tally_of(steps)
     real = figures(tally)
-    simulated = figures(simulate(alike, num_outcomes))
+    simulated = figures(simulate(alike, way))
     return {
         "batch": scenario.batch,
         "steps": len(steps),
@@ -194,7 +194,7 @@ def compare(scenario: Scenario, num_outcomes: int, num_tokens: int) -> dict[str,
         "tree_turn_ms": round(tree_turn * 1e3, 2),
         "real": real,
         "simulated": simulated,
-        "stated": figures(simulate(stated, num_outcomes)),
+        "stated": figures(simulate(stated, way)),
         "simulated_over_real": {name: round(simulated[name] / real[name], 3) for name in COMPARED},
     }
 
@@ -206,9 +206,10 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         batch=1, depth=args.depth, max_nodes=args.max_nodes, num_steps=0, seed=args.seed,
         rtt=args.rtt_ms * 1e-3,
     )  # fmt: skip
+    way = None if args.way == "auto" else Drafting[args.way.upper()]
     cells = []
     for batch in map(int, args.batch):
-        each = compare(replace(scenario, batch=batch), args.outcomes, args.tokens)
+        each = compare(replace(scenario, batch=batch), way, args.tokens)
         cells.append(each)
         for name in ("real", "simulated", "stated"):
             values = "  ".join(f"{key} {value}" for key, value in each[name].items())
@@ -225,7 +226,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "depth": args.depth,
         "max_nodes": args.max_nodes,
         "rtt_ms": args.rtt_ms,
-        "outcomes": args.outcomes,
+        "way": args.way,
         "cells": cells,
     }  # fmt: skip
 
@@ -240,7 +241,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=4, help="of a tree [%(default)s]")
     parser.add_argument("--max-nodes", type=int, default=20, help="of a tree [%(default)s]")
     parser.add_argument("--rtt-ms", type=float, default=10.0, help="[%(default)s]")
-    parser.add_argument("--outcomes", type=int, default=0, help="draft ahead; 0: not")
+    ways = ["auto", *(way.name.lower() for way in Drafting)]
+    parser.add_argument("--way", choices=ways, default="auto", help="[%(default)s]")
     parser.add_argument("--batch", type=numbers, default=[1, 2, 4])
     parser.add_argument("--chances", type=numbers, default=[0.8, 0.78, 0.76, 0.74, 0.72, 0.7])
     parser.add_argument("--tokens", type=int, default=400, help="of a sequence [%(default)s]")

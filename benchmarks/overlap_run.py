@@ -1,8 +1,9 @@
-"""Synchronous slices in virtual time: the real verify machine and budget, simulated time and head.
+"""Slices in virtual time: the three real state machines, simulated devices, clock and network.
 
-The machine of `verify_service` gets Opens and trees, plans steps, cuts trees and retires, as in the
-service; only device and clock are made up. The draft is a server that takes all waiting sequences
-at once, one dispatch a depth. Results and trees travel half a round trip each.
+Router, verify and draft machine are those of the services, and what they say to each other goes
+through both sides' codecs; budget, gate and level rule are theirs. Made up are the devices
+(`overlap_devices`), their times, and the way between router and draft, half a round trip either
+way. The router is beside verify.
 """
 
 from __future__ import annotations
@@ -10,166 +11,144 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.overlap_costs import Costs
-from benchmarks.overlap_recorded import RecordedText, Recording
-from benchmarks.overlap_text import WIDTH, Head, MadeUpText, SimulatedText, Text
-from common.types import DraftTree, SamplingParams
-from verify_service import commands, events
+from benchmarks.overlap_devices import FEATURES, SimulatedHead, SimulatedTarget
+from benchmarks.overlap_scenario import MAX_CONTEXT, Scenario, Tally
+from canopy.v1 import draft_pb2, verify_pb2
+from common.types import Drafting, FeatureRows, SamplingParams, TreeShape
+from draft_service import codec as draft_codec
+from draft_service.limits import DraftLimits
+from draft_service.machine import DraftMachine
+from draft_service.step import SequenceWork as DraftWork
+from router import codec
+from router.actions import Action, Failed, Finished, ReleaseFeatures, ToDraft, ToVerify
+from router.drafting import DraftSettings, FeatureRoute
+from router.generation import Generation
+from router.machine import GenerationMachine, MachineSettings
+from router.output_text import OutputText
+from router.stops import StopStrings
+from verify_service import codec as verify_codec
 from verify_service.budget import TreeBudget
-from verify_service.draft_gate import DraftGate
+from verify_service.draft_gate import DraftGate, FixedWay
+from verify_service.events import RoundDone
 from verify_service.limits import VerifyLimits
 from verify_service.machine import VerifyMachine
-from verify_service.step import SequenceOutcome, SequenceWork
+from verify_service.step import SequenceWork
 
 STREAM = 1
-MAX_CONTEXT = 1 << 13
+PAGE_SIZE = 128
+MAX_TREE_NODES = 128
+_MANY = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    costs: Costs
-    head: Head
-    batch: int
-    depth: int
-    max_nodes: int
-    num_steps: int
-    seed: int
-    rtt: float  # seconds; verify → draft → verify
-    jitter: float = 0.0  # seconds; each way adds up to half of it
-    root_turn: float = 0.0  # seconds that router and hosts take of a round without a tree
-    tree_turn: float = 0.0  # the same of one with a tree
-    open_gap: float = 0.0  # seconds from the first sequence's Open to the others'
-    recorded: Recording | None = None  # text and proposals, instead of made-up ones
-
-    def text(self, sequence: int) -> SimulatedText:
-        if self.recorded is not None:
-            return RecordedText(self.recorded, sequence)
-        return MadeUpText(self.head, Text(sequence, self.seed))
+def verify_limits(scenario: Scenario, vocab_size: int, page_size: int = PAGE_SIZE) -> VerifyLimits:
+    return VerifyLimits(
+        vocab_size=vocab_size, max_context_len=MAX_CONTEXT, max_tree_nodes=MAX_TREE_NODES,
+        max_tree_depth=16, max_sequences=scenario.batch, max_waiting_sequences=0,
+        page_size=page_size, num_pages=scenario.batch * (MAX_CONTEXT // page_size + 1),
+        max_step_tokens=1024, max_prefill_tokens=64,
+    )  # fmt: skip
 
 
-@dataclass(slots=True)
-class Tally:
-    """What a run gave once it was warm. Seconds; one entry a step."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    step_seconds: list[float] = field(default_factory=list)
-    intervals: list[float] = field(default_factory=list)
-    rounds: int = 0
-    nodes: int = 0
-    hits: int = 0
-    wished: int = 0  # rounds followed by one with a tree wanted
-    spent: float = 0.0  # by draft and network for these steps, hidden or not
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def step_over_verify(self, percent: float) -> float:
-        ratios = np.array(self.intervals) / np.array(self.step_seconds)
-        return float(np.percentile(ratios, percent))
-
-    @property
-    def hidden(self) -> float | None:
-        """Share of draft and network time that verify did not wait for; None without a draft."""
-        waited = sum(self.intervals) - sum(self.step_seconds)
-        return 1.0 - waited / self.spent if self.spent else None
-
-    def add(self, interval: float, step_seconds: float, spent: float) -> None:
-        self.seconds += interval
-        self.spent += spent
-        self.intervals.append(interval)
-        self.step_seconds.append(step_seconds)
+def draft_limits(
+    scenario: Scenario, vocab_size: int, page_size: int = PAGE_SIZE, *, ahead: bool
+) -> DraftLimits:
+    """With `ahead`, trees ahead are grown."""
+    s, most = scenario, scenario.ahead
+    shape = TreeShape(max_depth=most.max_depth, top_k=most.top_k, max_nodes=most.max_nodes)
+    return DraftLimits(
+        vocab_size=vocab_size, feature_size=FEATURES, max_context_len=MAX_CONTEXT, tree=s.tree,
+        max_sequences=s.batch, page_size=page_size,
+        num_pages=s.batch * (MAX_CONTEXT // page_size + 1), max_step_sequences=s.batch,
+        # What a round can emit, and the round before it, on the way together.
+        max_draft_rows=2 * (s.depth + 1), max_extend_rows=512, prefix_cache=False,
+        level_seconds=s.level_seconds(ahead=False),
+        ahead=shape if ahead else None,
+        ahead_level_seconds=s.level_seconds(ahead=True) if ahead else (),
+    )  # fmt: skip
 
 
-class SimulatedDevice:
-    """Picks what the text says; commits what the walk accepted. `stems`, by sequence: tokens that
-    its tree was grown on with the head's own states.
+class _NoText:
+    """A detokenizer: what is generated is not looked at."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+class _Step(NamedTuple):
+    """Of verify: when it began, its seconds, what its rounds gave, and what the draft's device
+    had spent by then.
     """
 
-    def __init__(self, texts: Sequence[SimulatedText]) -> None:
-        self._texts = texts
-        self.stems = [0] * len(texts)
-
-    def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
-        return [self._run_one(work) for work in works]
-
-    def _run_one(self, work: SequenceWork) -> SequenceOutcome:
-        children = {
-            (int(parent), int(token)): row
-            for row, (parent, token) in enumerate(zip(work.parents, work.tokens, strict=True))
-            if row >= work.num_causal
-        }
-        sequence = work.sampling.seed
-        text, position = self._texts[sequence], work.kv_len + work.num_causal - 1
-        stem = self.stems[sequence]
-        row, rows, emitted = work.num_causal - 1, list[int](), list[int]()
-        while True:
-            pick = text.token(position, len(rows) + 1, stem)
-            emitted.append(pick)
-            if (row, pick) not in children:
-                break
-            row = children[row, pick]
-            rows.append(row)
-        return SequenceOutcome(
-            tokens=np.array(emitted, np.int32),
-            margins=np.ones(len(emitted), np.float32),
-            logprobs=np.zeros(len(emitted), np.float32),
-            accepted_nodes=np.array(rows, np.int32) - work.num_causal + 1,
-            num_nodes=work.num_nodes,
-            num_committed=work.num_causal + len(rows),
-            features=None,
-        )
+    begun: float
+    seconds: float
+    done: list[RoundDone]
+    draft_seconds: float
 
 
-class SyncRun:
-    def __init__(self, scenario: Scenario, *, budget: bool) -> None:
+class Run:
+    """`way`: in which all rounds go; None: the gate chooses among all. Without `budget` whole trees
+    are verified; without `ahead` no trees ahead are to be had.
+    """
+
+    def __init__(
+        self, scenario: Scenario, way: Drafting | None = None, *,
+        budget: bool = True, ahead: bool = True,
+    ) -> None:  # fmt: skip
         self._s = scenario
-        self._levels = scenario.depth  # that a tree takes
-        self._texts = [scenario.text(i) for i in range(scenario.batch)]
-        limits = VerifyLimits(
-            vocab_size=self._texts[0].vocab_size, max_context_len=MAX_CONTEXT, max_tree_nodes=128,
-            max_tree_depth=16, max_sequences=scenario.batch, max_waiting_sequences=0,
-            page_size=128, num_pages=scenario.batch * (MAX_CONTEXT // 128 + 1),
-            max_step_tokens=1024, max_prefill_tokens=64,
-        )  # fmt: skip
+        self._target, self._head = SimulatedTarget(scenario), SimulatedHead(scenario)
+        vocab_size = self._target.vocab_size
         trees = TreeBudget(scenario.costs.curve(), scenario.depth) if budget else None
-        self._machine = VerifyMachine(limits, trees, DraftGate() if budget else None)
-        self._device = SimulatedDevice(self._texts)
+        gate = DraftGate() if way is None else FixedWay(way)
+        self._verify = VerifyMachine(verify_limits(scenario, vocab_size), trees, gate)
+        self._draft = DraftMachine(draft_limits(scenario, vocab_size, ahead=ahead))
+        self._routers = [self._router(i, ahead=ahead) for i in range(scenario.batch)]
+        self._held: dict[bytes, list[FeatureRows]] = {}
         self._random = np.random.default_rng(scenario.seed)
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
-        self._drafts: list[tuple[int, events.RoundResult]] = []
         self._verify_busy = self._draft_busy = False
-        self._started: list[tuple[float, float]] = []  # step begun, its seconds
-        self._done: list[tuple[int, int, int, int]] = []  # tokens, rounds, nodes, trees wished
+        self._draft_seconds = 0.0
+        self._steps: list[_Step] = []
+        self._to_verify: list[verify_pb2.VerifyCommand] = []
+        self._to_draft: list[draft_pb2.DraftCommand | FeatureRows] = []
+
+    def _router(self, index: int, *, ahead: bool) -> GenerationMachine:
+        generation = Generation(
+            request_id=str(index),
+            prompt_tokens=(0,),
+            sampling=SamplingParams(seed=index),
+            max_total_tokens=MAX_CONTEXT - 64,
+            tree=self._s.tree,
+        )
+        settings = MachineSettings(
+            draft=DraftSettings(deadline_seconds=1e9, draft_ahead=ahead),
+            max_tree_nodes=MAX_TREE_NODES,
+        )
+        text = OutputText(_NoText(), StopStrings(()))
+        return GenerationMachine(generation, index.to_bytes(16, "big"), text, settings, 0.0)
 
     def run(self) -> Tally:
-        self._machine.connect(STREAM)
-        opens = [
-            commands.Open(
-                sequence_id=i.to_bytes(16, "big"), epoch=1, tokens=(0,), num_prompt_tokens=1,
-                sampling=SamplingParams(seed=i), max_total_tokens=MAX_CONTEXT - 64,
-            )
-            for i in range(self._s.batch)
-        ]  # fmt: skip
-        if self._s.open_gap:
-            self._at(self._s.open_gap, lambda later: self._open(opens[1:], later))
-            self._open(opens[:1], 0.0)
-        else:
-            self._open(opens, 0.0)
-        while self._agenda and len(self._started) <= self._s.num_steps:
+        self._verify.connect(STREAM)
+        self._draft.connect(STREAM)
+        gap = self._s.open_gap
+        self._start(self._routers[:1] if gap else self._routers, 0.0)
+        if gap:
+            self._at(gap, lambda later: self._start(self._routers[1:], later))
+        while self._agenda and len(self._steps) <= self._s.num_steps:
             now, _, act = heapq.heappop(self._agenda)
             act(now)
         return self._tally()
-
-    def _open(self, opens: list[commands.Open], now: float) -> None:
-        self._machine.handle(STREAM, opens, now)
-        self._verify(now)
 
     def _at(self, time: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._agenda, (time, next(self._order), act))
@@ -177,106 +156,180 @@ class SyncRun:
     def _way(self) -> float:
         return 0.5 * (self._s.rtt + self._s.jitter * float(self._random.random()))
 
-    def _verify(self, now: float) -> None:
-        if self._verify_busy or not self._machine.has_ready:
+    # -- the router
+
+    def _start(self, routers: Sequence[GenerationMachine], now: float) -> None:
+        for router in routers:
+            self._perform(router, router.start(now, draft_up=True))
+        self._send(now)
+
+    def _perform(self, router: GenerationMachine, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case ToVerify():
+                    self._to_verify.append(codec.encode_verify(action.command))
+                case ToDraft():
+                    self._to_draft.append(codec.encode_draft(action.command))
+                case ReleaseFeatures():
+                    held = self._held.pop(router.sequence_id, [])
+                    self._to_draft += [replace(block, epoch=action.epoch) for block in held]
+                case Finished() | Failed():
+                    raise AssertionError(action)
+
+    def _send(self, now: float) -> None:
+        """What the router has to say."""
+        to_verify, self._to_verify = self._to_verify, []
+        to_draft, self._to_draft = self._to_draft, []
+        if to_verify:
+            self._verify_hears(to_verify, now)
+        if to_draft:
+            turn = max(0.0, self._s.tree_turn - self._s.root_turn)
+            self._at(now + turn + self._way(), lambda later: self._draft_hears(to_draft, later))
+
+    def _router_hears_verify(
+        self, said: Sequence[verify_pb2.VerifyEvent], rows: Sequence[FeatureRows], now: float
+    ) -> None:
+        for message in said:
+            event = codec.decode_verify(message)
+            if event is not None:
+                router = self._router_of(message.sequence_id)
+                self._perform(router, router.on_verify(event, now))
+        for block in rows:
+            self._route(block)
+        self._send(now)
+
+    def _route(self, block: FeatureRows) -> None:
+        router = self._router_of(block.sequence_id)
+        route, epoch, actions = router.route_features(
+            block.epoch, block.position, block.rows.shape[0]
+        )
+        self._perform(router, actions)
+        if route is FeatureRoute.FORWARD:
+            self._to_draft.append(replace(block, epoch=epoch))
+        elif route is FeatureRoute.HOLD:
+            self._held.setdefault(block.sequence_id, []).append(block)
+
+    def _router_hears_draft(self, said: Sequence[draft_pb2.DraftEvent], now: float) -> None:
+        for message in said:
+            event = codec.decode_draft(message)
+            if event is not None:
+                router = self._router_of(message.sequence_id)
+                self._perform(router, router.on_draft(event, now))
+        self._send(now)
+
+    def _router_of(self, sequence_id: bytes) -> GenerationMachine:
+        return self._routers[int.from_bytes(sequence_id, "big")]
+
+    # -- verify
+
+    def _verify_hears(self, messages: Sequence[verify_pb2.VerifyCommand], now: float) -> None:
+        request = verify_pb2.VerifyRequest(commands=messages)
+        commands, errors = verify_codec.decode_request(STREAM, request)
+        assert not errors, errors
+        self._verify_says(self._verify.handle(STREAM, commands, now), now)
+        self._verify_steps(now)
+
+    def _verify_says(self, events: Sequence[Any], now: float) -> None:
+        said = list(verify_codec.encode_events(events).events)
+        rows = list(iter(lambda: self._verify.next_features(STREAM, _MANY), None))
+        if self._s.root_turn:
+            later = now + self._s.root_turn
+            self._at(later, lambda then: self._router_hears_verify(said, rows, then))
+        elif said or rows:
+            self._router_hears_verify(said, rows, now)
+
+    def _verify_steps(self, now: float) -> None:
+        if self._verify_busy or (self._s.one_device and self._draft_busy):
             return
-        until = self._machine.wait_until(now, now)
+        if not self._verify.has_ready:
+            return
+        until = self._verify.wait_until(now, now)
         if until > now:
-            self._at(until, self._verify)  # frames look again before
+            self._at(until, self._verify_steps)  # frames look again before
             return
-        plan = self._machine.plan(now)
+        plan = self._verify.plan(now)
         if not plan.works:
             return
         self._verify_busy = True
-        seconds = self._s.costs.verify_seconds(plan.num_rows, len(plan.works))
-        self._started.append((now, seconds))
-        self._at(now + seconds, lambda end: self._retire(plan.works, end, seconds))
+        outcomes, seconds = self._target.run(plan.works)
 
-    def _retire(self, works: list[SequenceWork], now: float, seconds: float) -> None:
+        def retire(end: float) -> None:
+            self._retire(plan.works, outcomes, now, end)
+
+        self._at(now + seconds, retire)
+
+    def _retire(
+        self, works: Sequence[SequenceWork], outcomes: Sequence[Any], begun: float, now: float
+    ) -> None:
         self._verify_busy = False
-        done = [
-            event
-            for event in self._machine.retire(works, self._device.run(works), now, seconds)
-            if isinstance(event, events.RoundDone)
-        ]
-        emitted = sum(len(event.result.tokens) for event in done)
-        nodes = sum(event.result.num_nodes for event in done)
-        results = [(int.from_bytes(event.sequence_id, "big"), event.result) for event in done]
-        wished = sum(result.wants_tree for _, result in results)
-        self._done.append((emitted, len(done), nodes, wished))
-        self._after(results, now)
-        self._verify(now)
+        said = self._verify.retire(works, outcomes, now, now - begun)
+        done = [event for event in said if isinstance(event, RoundDone)]
+        self._steps.append(_Step(begun, now - begun, done, self._draft_seconds))
+        self._verify_says(said, now)
+        if self._s.one_device:
+            self._draft_steps(now)
+        self._verify_steps(now)
 
-    def _after(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
-        """What the router, beside verify, makes of results."""
-        roots = [(i, r) for i, r in results if not r.wants_tree]
-        if roots and self._s.root_turn:
-            self._at(now + self._s.root_turn, lambda later: self._roots(roots, later))
-        else:
-            self._roots(roots, now)
-        wanted = [(i, r) for i, r in results if r.wants_tree]
-        if wanted:
-            there = now + self._s.tree_turn + self._way()
-            self._at(there, lambda later: self._to_draft(wanted, later))
+    # -- the draft
 
-    def _roots(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
-        self._send([(index, result, None) for index, result in results], now)
-        self._verify(now)
+    def _draft_hears(
+        self, messages: Sequence[draft_pb2.DraftCommand | FeatureRows], now: float
+    ) -> None:
+        for message in messages:
+            if isinstance(message, FeatureRows):
+                self._draft_says(self._draft.receive(message, now), now)
+                continue
+            request = draft_pb2.DraftRequest(commands=[message])
+            commands, errors = draft_codec.decode_request(STREAM, request, self._s.tree)
+            assert not errors, errors
+            self._draft_says(self._draft.handle(STREAM, commands, now), now)
+        self._draft_steps(now)
 
-    def _to_draft(self, results: list[tuple[int, events.RoundResult]], now: float) -> None:
-        self._drafts += results
-        self._draft(now)
+    def _draft_says(self, events: Sequence[Any], now: float) -> None:
+        if events:
+            said = list(draft_codec.encode_events(events).events)
+            self._at(now + self._way(), lambda later: self._router_hears_draft(said, later))
 
-    def _draft(self, now: float) -> None:
-        if self._draft_busy or not self._drafts:
+    def _draft_steps(self, now: float) -> None:
+        if self._draft_busy or (self._s.one_device and self._verify_busy):
+            return
+        plan = self._draft.plan(now)
+        self._draft_says(plan.events, now)
+        if not plan.works:
             return
         self._draft_busy = True
-        taken, self._drafts = self._drafts, []
-        each = self._s.costs.draft_seconds(WIDTH * len(taken))
-        self._at(now + self._levels * each, lambda end: self._drafted(taken, end))
+        drafted = self._head.run(plan.works)
+        self._draft_seconds += drafted.seconds
 
-    def _drafted(self, taken: list[tuple[int, events.RoundResult]], now: float) -> None:
-        self._draft_busy = False
-        self._at(now + self._way(), lambda later: self._to_verify(taken, later))
-        self._draft(now)
+        def retire(end: float) -> None:
+            self._drafted(plan.works, drafted.outcomes, drafted.seconds, end)
 
-    def _to_verify(self, taken: list[tuple[int, events.RoundResult]], now: float) -> None:
-        self._send([(index, result, self._tree(index, result)) for index, result in taken], now)
-        self._verify(now)
+        self._at(now + drafted.seconds, retire)
 
-    def _tree(self, index: int, result: events.RoundResult) -> DraftTree:
-        kv_len = result.kv_len + len(result.tokens)
-        grown = self._texts[index].tree(kv_len, self._s.depth, self._s.max_nodes)
-        tokens = np.concatenate([np.array(result.tokens[-1:], np.int32), grown.tokens[1:]])
-        return DraftTree(tokens, grown.parents, grown.scores)
-
-    def _send(
-        self, rounds: list[tuple[int, events.RoundResult, DraftTree | None]], now: float
+    def _drafted(
+        self, works: Sequence[DraftWork], outcomes: Sequence[Any], seconds: float, now: float
     ) -> None:
-        """The next rounds, to verify; None: the root alone."""
-        frame = []
-        for index, result, grown in rounds:
-            kv_len = result.kv_len + len(result.tokens)
-            tree = DraftTree.root_only(result.tokens[-1]) if grown is None else grown
-            frame.append(
-                commands.VerifyTree(
-                    sequence_id=index.to_bytes(16, "big"), epoch=1, acked_round=result.round,
-                    round=result.round + 1, kv_len=kv_len, tree=tree,
-                )
-            )  # fmt: skip
-        for event in self._machine.handle(STREAM, frame, now):
-            raise AssertionError(event)
+        self._draft_busy = False
+        self._draft_says(self._draft.retire(works, outcomes, now, seconds), now)
+        self._draft_steps(now)
+        if self._s.one_device:
+            self._verify_steps(now)
 
     def _tally(self) -> Tally:
         tally, warm = Tally(), self._s.num_steps // 4
-        pairs = list(itertools.pairwise(self._started))
-        draft = self._s.depth * self._s.costs.draft_seconds(WIDTH * self._s.batch)
-        done = self._done[: len(pairs)]
-        steps = list(zip(pairs, done, strict=True))[warm:]
-        for ((begun, seconds), (later, _)), (emitted, rounds, nodes, wished) in steps:
-            tally.add(later - begun, seconds, draft + self._s.rtt if wished else 0.0)
-            tally.tokens += emitted
-            tally.rounds += rounds
-            tally.nodes += nodes
-            tally.wished += wished
+        for step, later in list(itertools.pairwise(self._steps))[warm:]:
+            results = [event.result for event in step.done]
+            trees = sum(result.num_nodes > 1 for result in results)
+            spent = later.draft_seconds - step.draft_seconds
+            tally.add(
+                later.begun - step.begun, step.seconds, spent + (self._s.rtt if trees else 0.0)
+            )
+            tally.tokens += sum(len(result.tokens) for result in results)
+            tally.rounds += len(results)
+            tally.nodes += sum(result.num_nodes for result in results)
+            tally.trees += trees
+            for result in results:
+                if result.ahead is not None:
+                    behind = result.kv_len - result.ahead.kv_len
+                    tally.behind[behind] = tally.behind.get(behind, 0) + 1
         return tally

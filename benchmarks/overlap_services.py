@@ -3,14 +3,13 @@
     python -m benchmarks.overlap_services verify --scenario FILE --model DIR
     python -m benchmarks.overlap_services draft --scenario FILE --head DIR
 
-Loop, machine, budget, gate, streams and frames are those of `canopy serve`; the engine sleeps for
-what a `Scenario` says a step takes and knows the text of `overlap_text`, so that neither the
-machine's cores nor a model blur the times. The sequence's number is its request's seed; verify
-tells it to the draft as its features, with the position: [sequence, position]. The round trip lies
-between draft and router: each frame waits half of it on either way.
+Loop, machine, budget, gate, streams and frames are those of `canopy serve`; the engines are those
+of `overlap_devices` and sleep for what they say a step takes, so that neither the machine's cores
+nor a model blur the times. The round trip lies between draft and router: each frame waits half of
+it on either way.
 
 Verify writes each step to `--record FILE` when it ends: [begun, seconds slept, sequences, tokens,
-nodes, rounds that ended with a tree wished, rounds begun by itself].
+nodes, rounds that wish for a tree and wait, rounds with nodes of a tree ahead].
 """
 
 from __future__ import annotations
@@ -21,25 +20,24 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.overlap_costs import Costs
-from benchmarks.overlap_sync import MAX_CONTEXT, Scenario, SimulatedDevice
+from benchmarks.overlap_devices import FEATURES, SimulatedHead, SimulatedTarget
+from benchmarks.overlap_run import MAX_TREE_NODES, draft_limits, verify_limits
+from benchmarks.overlap_scenario import MAX_CONTEXT, Scenario
 from benchmarks.overlap_text import WIDTH, Head
 from common.entry import run_program
 from common.metrics import Metrics
 from common.server import Health, run_service
 from common.tensors import FeatureDtype
-from common.types import DraftTree, FeatureRows, TreeShape
+from common.types import Drafting, FeatureRows
 from draft_service import commands as draft_commands
 from draft_service import step as draft_step
 from draft_service.config import DraftConfig
 from draft_service.info import DraftInfo
-from draft_service.limits import DraftLimits
 from draft_service.loop import DraftLoop
 from draft_service.machine import DraftMachine
 from draft_service.main import DraftService
@@ -47,90 +45,61 @@ from router.tokenizer import ModelTokenizer
 from verify_service.budget import TreeBudget
 from verify_service.codec import encode_info
 from verify_service.config import VerifyConfig
-from verify_service.draft_gate import DraftGate
+from verify_service.draft_gate import DraftGate, FixedWay
 from verify_service.events import Event, RoundDone
 from verify_service.info import VerifyInfo
-from verify_service.limits import VerifyLimits
 from verify_service.loop import VerifyLoop
 from verify_service.machine import VerifyMachine
 from verify_service.main import VerifyService
 from verify_service.step import SequenceOutcome, SequenceWork
 
 VOCAB_SIZE = 256  # the router's toy tokenizer; the text uses the first few
-FEATURES = 2  # sequence, position
 PAGE_SIZE = 64
 
 
-def write_scenario(path: Path, scenario: Scenario, num_outcomes: int) -> None:
-    path.write_text(json.dumps(asdict(scenario) | {"num_outcomes": num_outcomes}))
+def write_scenario(path: Path, scenario: Scenario, way: Drafting | None) -> None:
+    """`way`: see `overlap_run.Run`. Trees ahead are to be had unless it is to wait for trees."""
+    path.write_text(json.dumps(asdict(scenario) | {"way": None if way is None else way.name}))
 
 
-def read_scenario(path: Path) -> tuple[Scenario, int]:
+def read_scenario(path: Path) -> tuple[Scenario, Drafting | None]:
     fields: dict[str, Any] = json.loads(path.read_text())
-    num_outcomes = int(fields.pop("num_outcomes"))
-    head = fields.pop("head")
+    name, head = fields.pop("way"), fields.pop("head")
     head["chances"] = tuple(head["chances"])
     costs = Costs(**fields.pop("costs"))
-    return Scenario(costs=costs, head=Head(**head), **fields), num_outcomes
+    way = None if name is None else Drafting[name]
+    return Scenario(costs=costs, head=Head(**head), **fields), way
 
 
 class SleepingTarget:
     """Implements `verify_service.step.VerifyEngine`."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self._costs = scenario.costs
-        self._device = SimulatedDevice([scenario.text(i) for i in range(scenario.batch)])
+        self._target = SimulatedTarget(scenario)
         self.steps: list[list[float]] = []
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
         begun = time.perf_counter()
-        outcomes = [
-            _with_features(work, outcome)
-            for work, outcome in zip(works, self._device.run(works), strict=True)
-        ]
-        num_rows = sum(work.num_rows for work in works)
-        _sleep_until(begun + self._costs.verify_seconds(num_rows, len(works)))
-        seconds = time.perf_counter() - begun
+        outcomes, seconds = self._target.run(works)
+        _sleep_until(begun + seconds)
+        slept = time.perf_counter() - begun
         emitted = sum(outcome.num_emitted for outcome in outcomes)
         nodes = sum(outcome.num_nodes for outcome in outcomes)
-        self.steps.append([begun, seconds, len(works), emitted, nodes, 0, 0])
+        self.steps.append([begun, slept, len(works), emitted, nodes, 0, 0])
         return outcomes
-
-
-def _with_features(work: SequenceWork, outcome: SequenceOutcome) -> SequenceOutcome:
-    rows = np.empty((outcome.num_committed, FEATURES), np.float32)
-    rows[:, 0] = work.sampling.seed
-    rows[:, 1] = np.arange(work.kv_len, work.kv_len + outcome.num_committed)
-    return replace(outcome, features=rows)
 
 
 class SleepingHead:
-    """Implements `draft_service.step.DraftEngine`: a pass for each guessed token and each level."""
+    """Implements `draft_service.step.DraftEngine`."""
 
-    def __init__(self, scenario: Scenario, grown: TreeShape) -> None:
-        self._s, self._grown = scenario, grown
-        self._texts = [scenario.text(i) for i in range(scenario.batch)]
+    def __init__(self, scenario: Scenario) -> None:
+        self._head = SimulatedHead(scenario)
 
     def run(self, works: Sequence[draft_step.SequenceWork]) -> list[draft_step.SequenceOutcome]:
-        begun, costs = time.perf_counter(), self._s.costs
-        if not works[0].drafts:
-            _sleep_until(begun + costs.draft_seconds(sum(work.num_rows for work in works)))
-            return [draft_step.SequenceOutcome(tree=None) for _ in works]
-        levels = min(self._grown.max_depth, max(work.max_levels for work in works))
-        outcomes = [draft_step.SequenceOutcome(tree=self._tree(work, levels)) for work in works]
-        longest = max(int(work.guessed.size) for work in works)
-        seconds = (1 + longest) * costs.draft_seconds(len(works))
-        seconds += (levels - 1) * costs.draft_seconds(WIDTH * len(works))
-        _sleep_until(begun + seconds)
-        return outcomes
-
-    def _tree(self, work: draft_step.SequenceWork, levels: int) -> DraftTree:
-        sequence, position = (int(value) for value in work.features[-1])
-        root = position + 1 + int(work.guessed.size)
-        stem = int(work.guessed.size)
-        tree = self._texts[sequence].tree(root, levels, self._grown.max_nodes, stem)
-        token = work.guessed[-1:] if work.guessed.size else work.tokens[-1:]
-        return DraftTree(np.concatenate([token, tree.tokens[1:]]), tree.parents, tree.scores)
+        begun = time.perf_counter()
+        drafted = self._head.run(works)
+        _sleep_until(begun + drafted.seconds)
+        return drafted.outcomes
 
 
 class DistantDraftLoop(DraftLoop):
@@ -159,22 +128,19 @@ class SleepingVerify(VerifyService):
     """The verify service on a `SleepingTarget`."""
 
     def __init__(
-        self, config: VerifyConfig, metrics: Metrics, scenario: Scenario, record: Path | None
-    ) -> None:
+        self, config: VerifyConfig, metrics: Metrics, scenario: Scenario, way: Drafting | None,
+        record: Path | None,
+    ) -> None:  # fmt: skip
         super().__init__(config, metrics)
-        self._scenario, self._record = scenario, record
+        self._scenario, self._way, self._record = scenario, way, record
         self._target = SleepingTarget(scenario)
 
     async def start(self, health: Health) -> None:
         s = self._scenario
-        limits = VerifyLimits(
-            vocab_size=VOCAB_SIZE, max_context_len=MAX_CONTEXT, max_tree_nodes=128,
-            max_tree_depth=16, max_sequences=s.batch, max_waiting_sequences=0,
-            page_size=PAGE_SIZE, num_pages=s.batch * (MAX_CONTEXT // PAGE_SIZE + 1),
-            max_step_tokens=1024, max_prefill_tokens=64,
-        )  # fmt: skip
+        limits = verify_limits(s, VOCAB_SIZE, PAGE_SIZE)
+        gate = DraftGate() if self._way is None else FixedWay(self._way)
         loop = VerifyLoop(
-            VerifyMachine(limits, TreeBudget(s.costs.curve(), s.depth), DraftGate()),
+            VerifyMachine(limits, TreeBudget(s.costs.curve(), s.depth), gate),
             self._target,
             deliver=self._deliver,
             on_features=self._hub.wake_receivers,
@@ -186,7 +152,8 @@ class SleepingVerify(VerifyService):
             VerifyInfo(
                 identity=identity(self._settings.model), boundaries=(1,),
                 feature_dtype=FeatureDtype.FLOAT32, row_width=FEATURES,
-                max_context_len=MAX_CONTEXT, max_tree_nodes=128, max_sequences=s.batch,
+                max_context_len=MAX_CONTEXT, max_tree_nodes=MAX_TREE_NODES,
+                max_sequences=s.batch,
                 page_size_tokens=PAGE_SIZE, num_pages=limits.num_pages,
             )
         )  # fmt: skip
@@ -196,8 +163,9 @@ class SleepingVerify(VerifyService):
         """Events of a step are delivered before the next step's: the last one's are these."""
         done = [event.result for event in events if isinstance(event, RoundDone)]
         if done and self._target.steps:
-            self._target.steps[-1][5] += sum(result.wants_tree for result in done)
-            self._target.steps[-1][6] += sum(result.next_begun for result in done)
+            wished = [result.drafting is Drafting.SYNCHRONOUS for result in done]
+            self._target.steps[-1][5] += sum(wished)
+            self._target.steps[-1][6] += sum(result.ahead is not None for result in done)
         self._hub.deliver(events)
 
     async def stop(self) -> None:
@@ -209,24 +177,19 @@ class SleepingVerify(VerifyService):
 class SleepingDraft(DraftService):
     """The draft service on a `SleepingHead`, half a round trip away from the router."""
 
-    def __init__(self, config: DraftConfig, metrics: Metrics, scenario: Scenario) -> None:
+    def __init__(
+        self, config: DraftConfig, metrics: Metrics, scenario: Scenario, *, ahead: bool
+    ) -> None:
         super().__init__(config, metrics)
-        self._scenario = scenario
+        self._scenario, self._ahead = scenario, ahead
 
     async def start(self, health: Health) -> None:
         s, config = self._scenario, self._settings
-        limits = DraftLimits(
-            vocab_size=VOCAB_SIZE, feature_size=FEATURES, max_context_len=MAX_CONTEXT,
-            tree=config.tree, max_sequences=s.batch, page_size=PAGE_SIZE,
-            num_pages=s.batch * (MAX_CONTEXT // PAGE_SIZE + 1),
-            max_step_sequences=s.batch * max(1, config.draft_ahead),
-            max_draft_rows=config.max_draft_tokens, max_extend_rows=config.max_extend_tokens,
-            max_outcomes=config.draft_ahead,
-        )  # fmt: skip
+        limits = draft_limits(s, VOCAB_SIZE, PAGE_SIZE, ahead=self._ahead)
         way = make_way(s.rtt / 2)
         loop = DistantDraftLoop(
             DraftMachine(limits),
-            SleepingHead(s, config.grown_tree),
+            SleepingHead(s),
             deliver=lambda events: way(lambda: self._hub.deliver(events)),
             on_room=self._hub.share_credit,
             metrics=self._metrics,
@@ -237,19 +200,17 @@ class SleepingDraft(DraftService):
         self._servicer.info = DraftInfo(
             head_name="sleeping", target=identity(config.target_directory),
             feature_kind="aux", boundaries=(1,), feature_dtype=FeatureDtype.FLOAT32,
-            row_width=FEATURES, max_context_len=MAX_CONTEXT, max_tree=config.tree,
-            max_sequences=s.batch, max_outcomes=config.draft_ahead,
+            row_width=FEATURES, max_context_len=MAX_CONTEXT, max_tree=s.tree,
+            max_sequences=s.batch, draft_ahead=self._ahead,
         )  # fmt: skip
         self._run(loop)
 
 
-def draft_flags(scenario: Scenario, num_outcomes: int) -> list[str]:
+def draft_flags(scenario: Scenario) -> list[str]:
     """Settings of the draft that the scenario decides."""
     return [
         *("--max-depth", str(scenario.depth), "--top-k", str(WIDTH)),
-        *("--max-nodes", str(scenario.max_nodes), "--draft-ahead", str(num_outcomes)),
-        # A result and the one before it, on the way together.
-        *("--max-draft-tokens", str(2 * (scenario.depth + 1))),
+        *("--max-nodes", str(scenario.max_nodes)),
     ]
 
 
@@ -274,13 +235,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenario", type=Path, required=True)
     parser.add_argument("--record", type=Path, help="verify: where its steps are written")
     args, flags = parser.parse_known_args(argv)
-    scenario, num_outcomes = read_scenario(args.scenario)
+    scenario, way = read_scenario(args.scenario)
     metrics = Metrics(args.role)
     if args.role == "verify":
         verify = VerifyConfig.load(flags)
-        return run_service(SleepingVerify(verify, metrics, scenario, args.record), verify, metrics)
-    draft = DraftConfig.load([*draft_flags(scenario, num_outcomes), *flags])
-    return run_service(SleepingDraft(draft, metrics, scenario), draft, metrics)
+        service = SleepingVerify(verify, metrics, scenario, way, args.record)
+        return run_service(service, verify, metrics)
+    draft = DraftConfig.load([*draft_flags(scenario), *flags])
+    ahead = way is not Drafting.SYNCHRONOUS
+    return run_service(SleepingDraft(draft, metrics, scenario, ahead=ahead), draft, metrics)
 
 
 if __name__ == "__main__":

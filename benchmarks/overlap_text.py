@@ -57,7 +57,7 @@ def _hit_chances(head: Head, depth: int, is_hard: bool) -> tuple[float, ...]:
 class Text:
     """What the target will say, for one sequence, as ranks."""
 
-    def __init__(self, sequence: int, seed: int, num_positions: int = 1 << 14) -> None:
+    def __init__(self, sequence: int, seed: int, num_positions: int = 1 << 15) -> None:
         random = np.random.default_rng((seed, sequence))
         self._hard = (random.random(num_positions) < 0.5).tolist()
         self._draws = random.random(num_positions).tolist()
@@ -121,8 +121,8 @@ class SimulatedText(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def token(self, position: int) -> int:
-        """What the target says there."""
+    def token(self, position: int, depth: int) -> int:
+        """What the target says `depth` behind the root."""
 
     def tree(self, position: int, depth: int, num_nodes: int) -> DraftTree:
         """What the head grows for one round; shared, not to be changed. Its root's token means
@@ -143,7 +143,7 @@ class MadeUpText:
     def __init__(self, head: Head, text: Text) -> None:
         self._head, self._text = head, text
 
-    def token(self, position: int) -> int:
+    def token(self, position: int, depth: int) -> int:
         return TRUTH
 
     def tree(self, position: int, depth: int, num_nodes: int) -> DraftTree:

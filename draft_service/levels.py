@@ -36,6 +36,7 @@ from dataclasses import dataclass
 WEIGHT = 1 / 32  # of the newest round in the running means
 MAX_MEANS = 4.0  # a longer round counts as so many mean ones: a client may have paused
 LATE = 1 / 16  # rounds that a late tree adds to the way
+HASTE = 1 / 4  # rounds by which what a late tree says is believed at one time
 LATE_SHARE = 1 / 20  # of trees, where the way is known
 TOO_LONG = 1 / 4  # of what the way is too long by, taken off
 MOST_ROUNDS = 8  # that trees ahead may be behind
@@ -93,8 +94,10 @@ class LevelRule:
         """A round began so many seconds after the tree that it came from was sent, if it came from
         one, and after others that led to it, too, and were newer."""
         step = LATE * self._ahead.seconds
-        if any(seconds >= self._way_seconds for seconds in passed_over):
-            self._way_seconds += step
+        longest = max(passed_over, default=-1.0)
+        if longest >= self._way_seconds:
+            # It was not there after so long; the way is no shorter, but for a stall.
+            self._way_seconds = min(longest, self._way_seconds + HASTE * self._ahead.seconds) + step
         elif used is not None:
             too_long = max(0.0, self._way_seconds - max(0.0, used))
             self._way_seconds -= TOO_LONG * too_long + LATE_SHARE * step

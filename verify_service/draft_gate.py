@@ -13,9 +13,10 @@ device; a load not met before begins with what its neighbour knows, which new ro
 
 Ways that are not used are not learnt of. So a share of all seconds is put aside, and when that
 pays for what a try is expected to lose, all sequences take another way for a few rounds, which then
-weigh at least as much as all that was known of it; the others take turns. This bounds what probing
-costs, and it is the way back when the text, the draft or the load has changed, or a first judgement
-was wrong.
+weigh at least a quarter of all that was known of it; the others take turns. This bounds what
+probing costs, and it is the way back when the text, the draft or the load has changed, or a first
+judgement was wrong. Rounds differ by more tokens than ways do by rate: fewer rounds than these tell
+nothing.
 
 Deterministic, without a clock.
 """
@@ -29,11 +30,12 @@ from common.types import Drafting
 PROBE_SHARE = 0.005
 EARLY_PROBE_SHARE = 0.02  # while little is known: a first judgement is of few rounds
 EARLY_ROUNDS = 256  # at a load
-FIRST_ROUNDS = 24  # of the first way, before the first judgement
-LEAST_PROBE_ROUNDS = 8
+LEAST_PROBE_ROUNDS = 32
+MOST_KNOWN = 4  # probes that what is known of a way weighs at most where it is tried again
 PROBE_ROUNDS_PER_SEQUENCE = 2
+SETTLING_ROUNDS_PER_SEQUENCE = 3  # before trees ahead arrive as they will; not counted
 LEAST_LOSS = 0.1  # of a probe, as a share of its seconds: changing over costs something by itself
-MEMORY_ROUNDS = 64.0  # at least; four of each sequence
+MEMORY_ROUNDS = 256.0  # at least; four of each sequence
 INHERITED_ROUNDS = 2.0  # what a neighbour's rates weigh at a new load
 MOST_OF_MEAN = 4.0  # a round longer than so many mean ones was not waiting for us alone
 
@@ -79,6 +81,7 @@ class DraftGate:
         self._way = Drafting.SYNCHRONOUS
         self._offers_ahead = False
         self._probe_left = 0  # rounds of the probe under way
+        self._settling_left = 0  # rounds before those of the way taken count
         self._loads: dict[int, _Load] = {}
         self.num_probes = 0
 
@@ -90,7 +93,7 @@ class DraftGate:
         """Whether trees ahead can be had for those who are here now."""
         self._offers_ahead = offered
         if not offered and self._way is Drafting.AHEAD:
-            self._way, self._probe_left = Drafting.SYNCHRONOUS, 0
+            self._way, self._probe_left, self._settling_left = Drafting.SYNCHRONOUS, 0, 0
 
     def note_round(self, way: Drafting, tokens: int, seconds: float, num_sequences: int) -> None:
         """A round that took the way it was asked to.
@@ -98,6 +101,9 @@ class DraftGate:
         `seconds`: since the sequence's result before. `num_sequences`: on the device.
         """
         load = self._load(num_sequences)
+        if way is self._way and self._settling_left > 0:
+            self._settling_left -= 1
+            return
         memory = max(MEMORY_ROUNDS, 4.0 * num_sequences)
         load.rates[way].add(tokens, seconds, memory)
         load.num_rounds += 1
@@ -123,17 +129,24 @@ class DraftGate:
         # The one that was not tried for longest.
         next_try = min(others, key=lambda way: _turn(load.tried, way))
         if unknown:
-            if here.rounds >= max(probe, FIRST_ROUNDS) or load.tried:
-                self._begin_probe(load, unknown[0], probe)
+            if here.rounds >= probe or load.tried:
+                self._begin_probe(load, unknown[0], probe, num_sequences)
         elif load.rates[best].value > here.value:
-            self._way, load.saved_seconds = best, 0.0
+            load.saved_seconds = 0.0
+            self._take(best, num_sequences)
         elif load.saved_seconds >= self._loss(here, load.rates[next_try], probe):
             load.saved_seconds = 0.0
-            self._begin_probe(load, next_try, probe)
+            self._begin_probe(load, next_try, probe, num_sequences)
 
-    def _begin_probe(self, load: _Load, way: Drafting, num_rounds: int) -> None:
-        self._way, self._probe_left = way, num_rounds
-        load.rates[way] = load.rates[way].weighing(num_rounds)
+    def _take(self, way: Drafting, num_sequences: int) -> None:
+        self._way = way
+        settles = way is Drafting.AHEAD
+        self._settling_left = SETTLING_ROUNDS_PER_SEQUENCE * num_sequences if settles else 0
+
+    def _begin_probe(self, load: _Load, way: Drafting, num_rounds: int, num_sequences: int) -> None:
+        self._take(way, num_sequences)
+        self._probe_left = num_rounds
+        load.rates[way] = load.rates[way].weighing(MOST_KNOWN * num_rounds)
         load.tried = [*(each for each in load.tried if each is not way), way]
         self.num_probes += 1
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from benchmarks import overlap
-from benchmarks.overlap_ahead import AheadPlan, AheadRun, run_ahead
-from benchmarks.overlap_built import BuiltRun
 from benchmarks.overlap_costs import PRESETS, Costs, plain
-from benchmarks.overlap_sync import Scenario, SyncRun
-from benchmarks.overlap_text import WIDTH, Head, Text, grow, likeliest_outcomes
+from benchmarks.overlap_run import Run
+from benchmarks.overlap_scenario import Scenario
+from benchmarks.overlap_text import TRUTH, WIDTH, Head, MadeUpText, Text, grow
+from common.types import Drafting
 from verify_service.budget import TreeBudget
 from verify_service.scheduling import share_nodes
 from verify_service.sequences import PendingRound
@@ -33,60 +33,57 @@ def test_trees_are_what_drafts_send() -> None:
 
 
 def test_truth_comes_with_the_given_chances() -> None:
-    text, found = Text(0, 0), [0, 0]
+    text, found = Text(0, 0), 0
     for position in range(8000):
-        for ahead in (False, True):
-            head = replace(HEAD, own_states=0.5)
-            found[ahead] += text.truth(head, position, 2, ahead=ahead) < WIDTH
-    assert found[0] / 8000 == pytest.approx(0.75, abs=0.02)
-    assert found[1] / 8000 == pytest.approx(0.375, abs=0.02)
+        found += text.truth(HEAD, position, 2) < WIDTH
+    assert found / 8000 == pytest.approx(0.75, abs=0.02)
 
 
-def test_outcomes_end_where_the_target_can_stop() -> None:
-    levels = (False, False, True, False)
-    outcomes = likeliest_outcomes(HEAD, levels, 6, 3, 10, 20)
-    kept = grow(HEAD, levels[:3], 20).paths[:6]
-    assert len(outcomes) == 10
-    assert all(path[:-1] in kept and path not in kept for path in outcomes)
+def test_a_tree_from_before_names_the_same_truth() -> None:
+    text, hits = MadeUpText(HEAD, Text(3, 0)), 0
+    for position in range(200):
+        left = text.tree_ahead(position, 32, 5, 100).below([TRUTH])
+        if left is None:
+            continue
+        now = text.tree(position + 1, 4, 100)
+        left.validate(text.vocab_size, 100)
+        both = [TRUTH in tree.tokens[tree.parents == 0] for tree in (left, now)]
+        hits += both == [True, True]
+        assert both[1] or not both[0]  # what is deeper in a tree is no likelier found
+    assert hits > 40
 
 
 def test_synchronous_step_takes_verify_draft_and_network() -> None:
-    tally = SyncRun(SCENARIO, budget=False).run()
+    tally = Run(SCENARIO, Drafting.SYNCHRONOUS, budget=False, ahead=False).run()
     assert tally.step_over_verify(50) == pytest.approx((12 + 3 * 1 + 4) / 12)
     assert tally.hidden == pytest.approx(0.0, abs=1e-9)
     assert 1 < tally.tokens / tally.rounds <= 4
 
 
-def test_draft_ahead_hides_what_fits_and_waits_for_what_does_not() -> None:
-    fits = AheadRun(SCENARIO, AheadPlan(3, 4, waits=False)).run()
-    assert fits.intervals == pytest.approx(fits.step_seconds)
-    assert fits.hidden == pytest.approx(1.0)
-    assert 0 < fits.hits < fits.rounds
-    far = AheadRun(replace(SCENARIO, rtt=20e-3), AheadPlan(3, 4, waits=False)).run()
-    assert far.intervals == pytest.approx([23e-3] * len(far.intervals))
+def test_one_device_drafts_and_verifies_in_turn() -> None:
+    alone = replace(SCENARIO, rtt=0.0, one_device=True)
+    tally = Run(alone, Drafting.SYNCHRONOUS, budget=False, ahead=False).run()
+    assert tally.step_over_verify(50) == pytest.approx((12 + 3) / 12)
 
 
-def test_draft_ahead_as_built_begins_rounds_where_trees_come_in_time() -> None:
-    few = replace(SCENARIO, batch=1, num_steps=300, depth=5)
-    built = BuiltRun(few, 6).run()
-    assert built.hits > 10
-    assert built.rate > SyncRun(few, budget=True).run().rate
-    late = BuiltRun(replace(few, rtt=20e-3), 6).run()
-    assert late.hits == 0
+def test_draft_ahead_never_waits_and_finds_trees_that_come_in_time() -> None:
+    few = replace(SCENARIO, num_steps=200)
+    near = Run(few, Drafting.AHEAD).run()
+    assert near.intervals == pytest.approx(near.step_seconds)
+    assert near.hidden == pytest.approx(1.0)
+    assert 0.3 < near.trees / near.rounds < 1.0
+    assert sum(near.behind.values()) == near.trees
+    far = Run(replace(few, rtt=40e-3), Drafting.AHEAD).run()
+    assert far.intervals == pytest.approx(far.step_seconds)
+    assert 0 < far.trees < near.trees
+    assert min(far.behind) > min(near.behind)  # trees come when more tokens are there
 
 
-def test_waiting_without_outcomes_is_the_synchronous_path() -> None:
-    few = replace(SCENARIO, num_steps=400)
-    waiting = AheadRun(few, AheadPlan(0, 0, waits=True)).run()
-    assert waiting.rate == pytest.approx(SyncRun(few, budget=True).run().rate, rel=0.04)
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_draft_ahead_never_loses_to_plain_decoding(name: str) -> None:
-    for batch in (1, 16):
-        scenario = replace(SCENARIO, costs=PRESETS[name], batch=batch, rtt=30e-3, depth=4)
-        root_only = batch / scenario.costs.verify_seconds(batch, batch)
-        assert run_ahead(scenario)[0].rate >= 0.98 * root_only
+def test_the_gate_takes_the_best_way_at_each_distance() -> None:
+    few = replace(SCENARIO, batch=1, depth=6, num_steps=1200)
+    for rtt, best in ((0.0, Drafting.SYNCHRONOUS), (8e-3, Drafting.AHEAD)):
+        there = replace(few, rtt=rtt)
+        assert Run(there).run().rate > 0.95 * Run(there, best).run().rate
 
 
 @pytest.mark.parametrize(
@@ -99,35 +96,19 @@ def test_draft_ahead_never_loses_to_plain_decoding(name: str) -> None:
         (PRESETS["8b-v5e-int8"], 1, 10e-3),
     ],
 )
-def test_synchronous_speculation_never_loses_to_plain_decoding(
-    costs: Costs, batch: int, rtt: float
-) -> None:
+def test_speculation_never_loses_to_plain_decoding(costs: Costs, batch: int, rtt: float) -> None:
     scenario = replace(
         SCENARIO, costs=costs, batch=batch, rtt=rtt, depth=6, max_nodes=40,
         num_steps=max(320, 1600 // batch),
     )  # fmt: skip
     root_only = batch / costs.verify_seconds(batch, batch)
-    assert SyncRun(scenario, budget=True).run().rate >= 0.98 * root_only
+    for ahead in (False, True):
+        assert Run(scenario, ahead=ahead).run().rate >= 0.98 * root_only
 
 
 def test_last_line_is_json_and_says_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        overlap.main(
-            [
-                "--rtt-ms",
-                "0",
-                "--batch",
-                "2",
-                "--rounds",
-                "80",
-                "--least-steps",
-                "60",
-                "--depth",
-                "2",
-            ]
-        )
-        == 0
-    )
+    flags = "--rtt-ms 0 --batch 2 --rounds 80 --least-steps 60 --depth 2"
+    assert overlap.main(flags.split()) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["simulated"] is True
     assert result["cells"][0]["ahead"]["over_root_only"] >= 0.98
@@ -155,7 +136,7 @@ def verify_rate(scenario: Scenario, how: str) -> float:
         for i, (text, round_, count) in enumerate(zip(texts, rounds, counts, strict=True)):
             cut, node, path = round_.prefix(count), 0, list[int]()
             while True:
-                pick = text.truth(head, positions[i], len(path) + 1, ahead=False)
+                pick = text.truth(head, positions[i], len(path) + 1)
                 below = (cut.tree.parents == node) & (cut.tree.tokens == pick)
                 if not below.any():
                     break
