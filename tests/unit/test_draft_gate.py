@@ -56,7 +56,7 @@ class Load:
 def test_where_trees_lose_it_is_never_far_behind_roots(tree: Round, num_sequences: int) -> None:
     load = Load(DraftGate(), num_sequences, tree)
     load.run(1000 + 20 * num_sequences)  # the first judgement
-    assert load.run(max(10000, 1200 * num_sequences)) >= 0.98
+    assert load.run(max(20000, 1200 * num_sequences)) >= 0.98
     assert load.rounds[SYNCHRONOUS] > 0, "it must go on trying"
 
 
@@ -84,7 +84,7 @@ def test_of_three_ways_the_best_is_taken_and_the_others_tried(
     load = Load(DraftGate(), num_sequences, tree, ahead)
     load.run(2000 + 40 * num_sequences)
     probes = load.gate.num_probes
-    assert load.run(max(12000, 1500 * num_sequences)) >= 0.97 * load.best()
+    assert load.run(max(24000, 1500 * num_sequences)) >= 0.97 * load.best()
     assert load.gate.num_probes > probes
     assert all(load.rounds.values()), "every way must be tried now and then"
 
@@ -114,8 +114,8 @@ def test_it_comes_back_to_trees_ahead_when_the_network_gets_slow_again() -> None
     load = Load(DraftGate(), 4, (3.0, 2.5), (1.1, 1.8))
     load.run(2000)
     assert load.run(1000) > 1.5
-    load.tree = (1.2, 2.5)  # the draft is near now
-    load.run(12000)
+    load.tree = (1.2, 2.5)  # the draft is near now; dear probes are rare, and weigh a quarter
+    load.run(50000)
     assert load.run(2000) > 1.9
     load.tree = (3.0, 2.5)
     load.run(4000)
