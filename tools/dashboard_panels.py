@@ -66,7 +66,6 @@ def quantiles(metric: str, label: str = "", by: str = "") -> list[Query]:
 
 
 R, V, D = "canopy_router", "canopy_verify", "canopy_draft"
-AHEAD, REACHED = f"{V}_ahead_rounds_total", 'outcome="tree"'
 DRAFTS = rate(f"{R}_spec_decode_num_drafts_total")
 ROOT_ONLY = rate(f"{R}_root_only_rounds_total")
 PER_POS = f"{R}_spec_decode_num_accepted_tokens_per_pos_total"
@@ -269,14 +268,11 @@ SPECULATION = Board(
         Panel(
             question="Do trees ahead reach the rounds they are for?",
             queries=[
-                Query(
-                    expr=f"{rate(AHEAD, where=REACHED)} / {rate(AHEAD)}",
-                    legend="with nodes of one, of rounds that verify began",
-                ),
+                Query(expr=rate(f"{V}_ahead_rounds_total", "outcome"), legend="{{outcome}}"),
             ],
-            unit="percentunit",
-            note="While trees are grown ahead (the draft's --draft-ahead): no round waits, and one"
-            " that finds nothing of a tree runs its root alone.",
+            kind="stacked",
+            note="Rounds per second while trees are grown ahead (the draft's --draft-ahead): none"
+            " waits; tree: it had nodes of one, root: nothing of a tree was there.",
         ),
         Panel(
             question="How are rounds drafted?",

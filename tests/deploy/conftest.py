@@ -76,9 +76,8 @@ def settings() -> StackSettings:
     model = library.fetch_model(library.DEMO_MODEL)
     flags = {
         "router": ("--tree-seconds", "30"),  # on a busy machine drafts come late
-        # Trees whether they pay here or not, and ahead of their rounds: every panel has something.
+        # Trees whether they pay here or not: every panel has something.
         "verify": ("--tree-budget", "full"),
-        "draft": ("--draft-ahead",),
     }
     return StackSettings(model=model, head=library.demo_head(model), flags=flags, show_logs=False)
 

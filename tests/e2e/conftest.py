@@ -31,13 +31,12 @@ def head(model: Path) -> Path:
 def stack(model: Path, head: Path) -> Iterator[Stack]:
     """Generations wait out a verify that is killed and started anew: test_chaos does that.
 
-    Every round has a tree, whether it pays here or not, and some are grown ahead of their result:
-    so all that is promised of tokens is tested with both.
+    Every round has a tree, whether it pays here or not: so all that is promised of tokens is tested
+    with them. Trees ahead are in test_frame_lifecycle's own stack.
     """
     flags = {
         "router": ("--verify-lost-seconds", "240"),
         "verify": ("--tree-budget", "full"),
-        "draft": ("--draft-ahead",),
     }
     settings = StackSettings(model=model, head=head, flags=flags, show_logs=False)
     with Stack(settings) as running:

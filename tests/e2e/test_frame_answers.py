@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -102,15 +101,6 @@ def test_speculation_emits_more_than_one_token_per_round(client: Client) -> None
     assert stats.num_emitted >= len(answer.token_ids) == 48
     assert stats.num_rounds < 48
     assert answer.completion.finish_reason is FinishReason.LENGTH
-
-
-def test_trees_are_grown_ahead_of_results(
-    client: Client, metric: Callable[[str, str], float]
-) -> None:
-    name = "canopy_draft_trees_ahead_total"
-    before = metric("draft", name)
-    client.generate(QUESTION, Options(max_tokens=48, ignore_eos=True))
-    assert metric("draft", name) > before
 
 
 def test_three_kinds_of_prompt_say_the_same(client: Client) -> None:

@@ -24,6 +24,8 @@ from canopy.client import Client
 from canopy.results import Chunk, Completion, Message, Options
 from canopy.stack import Child, Stack, StackSettings
 from common.server import LIVENESS
+from tests.e2e.conftest import wait_until
+from tests.e2e.metrics import read_metric
 
 pytestmark = pytest.mark.e2e
 
@@ -203,11 +205,31 @@ SMALL_STEPS = ("--max-sequences=4", "--max-prefill-tokens=16", "--max-step-token
 """Few programs: a quick start."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_stack(model: Path, head: Path) -> Iterator[Stack]:
-    flags = {"verify": SMALL_STEPS}
+    """In which no round waits for its tree. The test of SIGTERM ends it."""
+    flags = {"verify": (*SMALL_STEPS, "--drafting=ahead"), "draft": ("--draft-ahead",)}
     with Stack(StackSettings(model=model, head=head, flags=flags, show_logs=False)) as running:
         yield running
+
+
+def test_trees_ahead_change_no_token(own_stack: Stack, client: Client) -> None:
+    options = Options(max_tokens=64, ignore_eos=True, token_ids=True)
+    with Client(own_stack.address) as own:
+        answer = own.generate(QUESTION, options)
+    assert answer.token_ids == client.generate(QUESTION, options).token_ids
+
+    def metric(service: str, name: str) -> float:
+        return read_metric(own_stack.children[service].metrics_address, name)
+
+    assert metric("draft", "canopy_draft_trees_ahead_total") > 0
+    taken = metric("router", "canopy_router_ahead_rounds_total")
+    assert taken > 0
+    assert answer.completion.speculation.num_accepted > 0
+    # Verify's are set once in a tick.
+    with_nodes = 'canopy_verify_ahead_rounds_total{outcome="tree"}'
+    assert wait_until(lambda: metric("verify", with_nodes) >= taken)
+    assert metric("verify", 'canopy_verify_drafting{way="ahead"}') == 1
 
 
 def test_sigterm_lets_the_running_answer_finish(own_stack: Stack) -> None:
