@@ -40,12 +40,17 @@ class Tally:
     first_token_seconds: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SHARES, 0.0))
     total_seconds: float = 0.0
+    drafted_per_depth: list[int] = field(default_factory=list)
+    accepted_per_depth: list[int] = field(default_factory=list)
 
     def add(self, completion: Completion, first_seconds: float, rest_seconds: float) -> None:
         """The first token and its round ride on the prefill and are left out."""
         self.tokens += completion.num_completion_tokens - 1
         self.rounds += completion.speculation.num_rounds - 1
         self.seconds += rest_seconds
+        speculation = completion.speculation
+        _add(self.drafted_per_depth, speculation.num_drafted_per_depth)
+        _add(self.accepted_per_depth, speculation.num_accepted_per_depth)
         self.first_token_seconds.append(first_seconds)
         for name in SHARES:
             self.parts[name] += getattr(completion.timings, name)
@@ -54,6 +59,9 @@ class Tally:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def _of_rounds(self, counts: Sequence[int]) -> list[float]:
+        return [round(count / max(1, self.rounds), 3) for count in counts]
 
     def as_dict(self) -> dict[str, object]:
         shares = {
@@ -67,7 +75,15 @@ class Tally:
             "tokens_per_second": round(self.tokens_per_second, 2),
             "time_to_first_token_p50_seconds": round(ordered[len(ordered) // 2], 4),
             "share_of_wall_time": shares,
+            "rounds_with_nodes_per_depth": self._of_rounds(self.drafted_per_depth),
+            "rounds_accepted_per_depth": self._of_rounds(self.accepted_per_depth),
         }
+
+
+def _add(sums: list[int], counts: Sequence[int]) -> None:
+    sums += [0] * (len(counts) - len(sums))
+    for depth, count in enumerate(counts):
+        sums[depth] += count
 
 
 def time_one(client: Client, conversation: Conversation, options: Options, tally: Tally) -> None:

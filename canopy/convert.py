@@ -176,6 +176,8 @@ def _to_completion(completion: pb.GenerateCompletion) -> Completion:
             num_accepted=stats.num_accepted,
             num_emitted=stats.num_emitted,
             num_root_only_rounds=stats.num_root_only_rounds,
+            num_drafted_per_depth=tuple(stats.num_drafted_per_depth),
+            num_accepted_per_depth=tuple(stats.num_accepted_per_depth),
             acceptance_length=stats.acceptance_length,
         ),
         choice_index=completion.choice_index,

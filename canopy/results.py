@@ -111,7 +111,9 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """What speculation did. `acceptance_length`: emitted tokens per round, the first left out."""
+    """What speculation did. `acceptance_length`: emitted tokens per round, the first left out.
+    `…_per_depth[d]`: rounds that verified, or accepted, a node at depth d + 1.
+    """
 
     num_rounds: int
     num_drafted: int
@@ -119,6 +121,8 @@ class Speculation:
     num_emitted: int
     num_root_only_rounds: int
     acceptance_length: float
+    num_drafted_per_depth: tuple[int, ...] = ()
+    num_accepted_per_depth: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

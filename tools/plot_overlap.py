@@ -22,9 +22,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 WAYS = {
-    "sync": ("synchronous", "-"),
-    "built": ("draft-ahead as built", ":"),
-    "ahead": ("draft-ahead, the model", "--"),
+    "sync": ("without draft-ahead", "--"),
+    "ahead": ("draft-ahead alone", ":"),
+    "auto": ("the gate's choice", "-"),
 }
 
 

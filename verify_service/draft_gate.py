@@ -15,7 +15,8 @@ Ways that are not used are not learnt of. So a share of all seconds is put aside
 pays for what a try is expected to lose, all sequences take another way for a few rounds, which then
 weigh at least a quarter of all that was known of it; the others take turns. This bounds what
 probing costs, and it is the way back when the text, the draft or the load has changed, or a first
-judgement was wrong. Rounds differ by more tokens than ways do by rate: fewer rounds than these tell
+judgement was wrong. The first rounds with trees ahead tell nothing: none has come yet, and how many
+levels come in time is still learnt (draft_service/levels.py). Rounds differ by more tokens than ways do by rate: fewer rounds than these tell
 nothing.
 
 Deterministic, without a clock.
@@ -33,7 +34,7 @@ EARLY_ROUNDS = 256  # at a load
 LEAST_PROBE_ROUNDS = 32
 MOST_KNOWN = 4  # probes that what is known of a way weighs at most where it is tried again
 PROBE_ROUNDS_PER_SEQUENCE = 2
-SETTLING_ROUNDS_PER_SEQUENCE = 3  # before trees ahead arrive as they will; not counted
+SETTLING_ROUNDS_PER_SEQUENCE = 5  # before trees ahead arrive as they will; not counted
 LEAST_LOSS = 0.1  # of a probe, as a share of its seconds: changing over costs something by itself
 MEMORY_ROUNDS = 256.0  # at least; four of each sequence
 INHERITED_ROUNDS = 2.0  # what a neighbour's rates weigh at a new load
@@ -128,20 +129,19 @@ class DraftGate:
         best = max(others, key=lambda way: load.rates[way].value)
         # The one that was not tried for longest.
         next_try = min(others, key=lambda way: _turn(load.tried, way))
+        settling = _settling(next_try, num_sequences)
         if unknown:
             if here.rounds >= probe or load.tried:
                 self._begin_probe(load, unknown[0], probe, num_sequences)
         elif load.rates[best].value > here.value:
             load.saved_seconds = 0.0
             self._take(best, num_sequences)
-        elif load.saved_seconds >= self._loss(here, load.rates[next_try], probe):
+        elif load.saved_seconds >= self._loss(here, load.rates[next_try], probe + settling):
             load.saved_seconds = 0.0
             self._begin_probe(load, next_try, probe, num_sequences)
 
     def _take(self, way: Drafting, num_sequences: int) -> None:
-        self._way = way
-        settles = way is Drafting.AHEAD
-        self._settling_left = SETTLING_ROUNDS_PER_SEQUENCE * num_sequences if settles else 0
+        self._way, self._settling_left = way, _settling(way, num_sequences)
 
     def _begin_probe(self, load: _Load, way: Drafting, num_rounds: int, num_sequences: int) -> None:
         self._take(way, num_sequences)
@@ -180,6 +180,11 @@ class FixedWay:
 
     def note_round(self, way: Drafting, tokens: int, seconds: float, num_sequences: int) -> None:
         pass
+
+
+def _settling(way: Drafting, num_sequences: int) -> int:
+    """Rounds after a change to it that tell nothing yet."""
+    return SETTLING_ROUNDS_PER_SEQUENCE * num_sequences if way is Drafting.AHEAD else 0
 
 
 def _turn(tried: list[Drafting], way: Drafting) -> int:
