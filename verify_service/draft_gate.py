@@ -15,9 +15,9 @@ Ways that are not used are not learnt of. So a share of all seconds is put aside
 pays for what a try is expected to lose, all sequences take another way for a few rounds, which then
 weigh at least a quarter of all that was known of it; the others take turns. This bounds what
 probing costs, and it is the way back when the text, the draft or the load has changed, or a first
-judgement was wrong. The first rounds with trees ahead tell nothing: none has come yet, and how many
-levels come in time is still learnt (draft_service/levels.py). Rounds differ by more tokens than ways do by rate: fewer rounds than these tell
-nothing.
+judgement was wrong. Rounds differ by more tokens than ways do by rate, so a try of a few rounds
+would tell nothing; nor do the first with trees ahead: none has come yet, and how many levels come
+in time is still learnt (draft_service/levels.py).
 
 Deterministic, without a clock.
 """
