@@ -13,11 +13,12 @@ device; a load not met before begins with what its neighbour knows, which new ro
 
 Ways that are not used are not learnt of. So a share of all seconds is put aside, and when that
 pays for what a try is expected to lose, all sequences take another way for a few rounds, which then
-weigh at least a quarter of all that was known of it; the others take turns. This bounds what
-probing costs, and it is the way back when the text, the draft or the load has changed, or a first
-judgement was wrong. Rounds differ by more tokens than ways do by rate, so a try of a few rounds
-would tell nothing; nor do the first with trees ahead: none has come yet, and how many levels come
-in time is still learnt (draft_service/levels.py).
+weigh at least a quarter of all that was known of it, and a few more as long as these say that it is
+the best now; the others take turns. This bounds what probing costs, and it is the way back when the
+text, the draft or the load has changed, or a first judgement was wrong. Rounds differ by more
+tokens than ways do by rate, so a try of a few rounds would tell nothing; nor do the first with
+trees ahead: none has come yet, and how many levels come in time is still learnt
+(draft_service/levels.py).
 
 Deterministic, without a clock.
 """
@@ -82,6 +83,7 @@ class DraftGate:
         self._way = Drafting.SYNCHRONOUS
         self._offers_ahead = False
         self._probe_left = 0  # rounds of the probe under way
+        self._probe = _Rate()  # of that probe alone
         self._settling_left = 0  # rounds before those of the way taken count
         self._loads: dict[int, _Load] = {}
         self.num_probes = 0
@@ -111,14 +113,15 @@ class DraftGate:
         early = load.num_rounds <= EARLY_ROUNDS
         load.saved_seconds += (EARLY_PROBE_SHARE if early else PROBE_SHARE) * seconds
         if way is self._way:
+            self._probe.add(tokens, seconds, memory)
             self._choose(load, num_sequences)
 
     def _choose(self, load: _Load, num_sequences: int) -> None:
         probe = max(LEAST_PROBE_ROUNDS, PROBE_ROUNDS_PER_SEQUENCE * num_sequences)
-        if self._probe_left > 0:
-            self._probe_left -= 1
-            if self._probe_left:
-                return
+        ended = self._probe_left == 1
+        self._probe_left = max(0, self._probe_left - 1)
+        if self._probe_left:
+            return
         others = [
             way
             for way in Drafting
@@ -134,6 +137,9 @@ class DraftGate:
             if here.rounds >= probe or load.tried:
                 self._begin_probe(load, unknown[0], probe, num_sequences)
         elif load.rates[best].value > here.value:
+            if ended and self._probe.value > load.rates[best].value:
+                self._probe_left, self._probe = probe, _Rate()  # is it so much better by now?
+                return
             load.saved_seconds = 0.0
             self._take(best, num_sequences)
         elif load.saved_seconds >= self._loss(here, load.rates[next_try], probe + settling):
@@ -145,7 +151,7 @@ class DraftGate:
 
     def _begin_probe(self, load: _Load, way: Drafting, num_rounds: int, num_sequences: int) -> None:
         self._take(way, num_sequences)
-        self._probe_left = num_rounds
+        self._probe_left, self._probe = num_rounds, _Rate()
         load.rates[way] = load.rates[way].weighing(MOST_KNOWN * num_rounds)
         load.tried = [*(each for each in load.tried if each is not way), way]
         self.num_probes += 1

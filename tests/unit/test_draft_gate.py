@@ -135,6 +135,17 @@ def test_trees_ahead_that_are_not_to_be_had_are_left_at_once() -> None:
     load.run(3000)  # `run` asserts that AHEAD is never asked for
 
 
+@pytest.mark.parametrize("num_sequences", [1, 16])
+def test_the_way_back_takes_a_few_tries(num_sequences: int) -> None:
+    """The draft has become near: what was learnt of it long ago must not stand for ever."""
+    load = Load(DraftGate(), num_sequences, (1.5, 1.8), ahead=(1.0, 1.5))
+    load.run(6000)
+    assert load.gate.drafting is AHEAD
+    load.tree = (1.5, 2.9)
+    load.run(8000)
+    assert load.gate.drafting is SYNCHRONOUS
+
+
 def test_another_load_is_judged_by_its_own_rounds() -> None:
     gate = DraftGate()
     alone, crowd = Load(gate, 1, (1.5, 3.0)), Load(gate, 64, (6.0, 2.0), root_seconds=2.0)
