@@ -142,7 +142,7 @@ def test_the_way_back_takes_a_few_tries(num_sequences: int) -> None:
     load.run(6000)
     assert load.gate.drafting is AHEAD
     load.tree = (1.5, 2.9)
-    load.run(8000)
+    load.run(16_000)
     assert load.gate.drafting is SYNCHRONOUS
 
 
