@@ -17,8 +17,8 @@ from verify_service.stepper import Plan
 
 
 class VerifyLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
-    """`on_features` is called when rows may wait to be sent. An engine that can launch a step before
-    the last has ended gets one behind it wherever the machine lets rounds follow. See
+    """`on_features` is called when rows may wait to be sent. An engine that can launch a step while
+    another runs gets one behind it wherever the machine lets rounds follow. See
     `common.engine_loop`.
     """
 
