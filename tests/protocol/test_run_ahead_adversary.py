@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from test_verify_adversary import CURVE, Adversary, RouterSequence, grow_tree
 from test_verify_adversary import LIMITS as ONE_STEP
 from verify_toy import AheadToyEngine, continuation
@@ -22,7 +22,15 @@ from verify_service.events import Event, Failed, RoundDone
 from verify_service.machine import VerifyMachine
 from verify_service.step import Launched, SequenceWork
 
-LIMITS = replace(ONE_STEP, num_pages=14, max_ahead_nodes=12, max_unacknowledged=3)
+LIMITS = replace(
+    ONE_STEP, max_context_len=48, num_pages=20, max_step_tokens=16, max_ahead_nodes=12,
+    max_unacknowledged=3,
+)  # fmt: skip
+
+
+FAR_FETCHED = ("tree_ahead:", "position:", "max_total_tokens:")
+"""A tree ahead, or an Open, of what has gone on since; features where there are none."""
+likely = st.sampled_from([True, True, True, False])
 
 
 @dataclass
@@ -41,8 +49,8 @@ class RunningSequence(RouterSequence):
         return replace(super().open(), runs_on=True, draft_ahead=True, stop_tokens=self.stops)
 
     def take(self, event: Event, stream: int) -> None:
-        if isinstance(event, Failed) and event.message.startswith(("tree_ahead:", "position:")):
-            return  # of an earlier life, or without features: nothing depends on it
+        if isinstance(event, Failed) and event.message.startswith(FAR_FETCHED):
+            return  # nothing depends on it
         if isinstance(event, RoundDone):
             result = event.result
             assert len(result.accepted_nodes) == len(result.tokens) - 1
@@ -62,23 +70,34 @@ class AheadAdversary(Adversary):
     def __init__(self) -> None:
         super().__init__()
         self.gate = FixedWay(Drafting.AHEAD)
-        budget = TreeBudget(CURVE, LIMITS.max_tree_depth)
-        self.machine = VerifyMachine(LIMITS, budget, self.gate)
-        for stream in self.streams:
-            self.machine.connect(stream)
+        self.begin(has_budget=False)
         self.ahead_engine = AheadToyEngine(LIMITS.num_pages, LIMITS.page_size, 12)
         self.steps: list[Step] = []
 
+    @initialize(has_budget=st.booleans())
+    def begin(self, has_budget: bool) -> None:
+        """Without a budget, as many nodes as a step has rows for."""
+        budget = TreeBudget(CURVE, LIMITS.max_tree_depth) if has_budget else None
+        self.machine = VerifyMachine(LIMITS, budget, self.gate)
+        for stream in self.streams:
+            self.machine.connect(stream)
+
+    @initialize(data=st.data())
+    def open_some(self, data: st.DataObject) -> None:
+        self.open(data, 2, 0)
+        self.open(data, 5, 1)
+
     # -- routers
 
-    @rule(data=st.data(), length=st.integers(1, 12), seed=st.integers(0, 1))
+    @rule(data=st.data(), length=st.integers(1, 8), seed=st.integers(0, 1))
     def open(self, data: st.DataObject, length: int, seed: int) -> None:
         if len(self.live()) >= 5:
             return
         prompt = continuation([seed], length)
         sequence = RunningSequence(
             sequence_id=len(self.sequences).to_bytes(16, "big"), prompt=prompt, seed=seed,
-            max_total=data.draw(st.integers(length + 1, 24)), stream=self.streams[-1],
+            max_total=length + data.draw(st.sampled_from([40, 20, 10, 3, 1])),
+            stream=self.streams[-1],
             tokens=list(prompt), salt=data.draw(st.sampled_from([b"", b"", b"a"])),
             wants_features=data.draw(st.sampled_from([True, True, False])),
             stops=data.draw(st.sampled_from([(), (), (2,)])),
@@ -90,10 +109,12 @@ class AheadAdversary(Adversary):
     @rule(data=st.data(), back=st.integers(0, 3))
     def tree_ahead(self, data: st.DataObject, back: int) -> None:
         """Rooted in the newest token that the router knows, or before it."""
-        sequence = self.pick(data)
+        self.draft_ahead(data, self.pick(data), back)
+
+    def draft_ahead(self, data: st.DataObject, sequence: RouterSequence, back: int) -> None:
         root = max(1, len(sequence.tokens) - back)
         num = data.draw(st.integers(1, 9), label="nodes")
-        correct = data.draw(st.lists(st.booleans(), min_size=num, max_size=num), label="correct")
+        correct = data.draw(st.lists(likely, min_size=num, max_size=num), label="correct")
         parents = [data.draw(st.integers(max(0, i - 2), i), label="parent") for i in range(num)]
         tree = grow_tree(sequence.tokens[:root], sequence.seed, correct, parents)
         most = TreeShape(max_depth=3, top_k=data.draw(st.integers(1, 2)), max_nodes=5)
@@ -114,8 +135,11 @@ class AheadAdversary(Adversary):
             sequence_id=sequence.sequence_id, epoch=sequence.epoch, acked_round=sequence.acked
         )
 
-    @rule(num_turns=st.integers(1, 8))
-    def all_is_well(self, num_turns: int) -> None:
+    @rule(data=st.data(), num_turns=st.integers(2, 12))
+    def all_is_well(self, data: st.DataObject, num_turns: int) -> None:
+        self._turns(data, num_turns)
+
+    def _turns(self, data: st.DataObject, num_turns: int) -> None:
         """Frames arrive in order while steps follow each other."""
         for _ in range(num_turns):
             self.launch()
@@ -128,13 +152,19 @@ class AheadAdversary(Adversary):
             for event in events:
                 self.arrive(event)
             for sequence in self.live():
+                if data.draw(st.booleans(), label="draft"):
+                    self.draft_ahead(data, sequence, 0)
                 self.send(sequence, self.acknowledgement(sequence))
             if self.steps:
                 self.retire()
 
+    # Hypothesis takes each rule as often: thrice, so that most of what happens is what should.
+    all_is_still_well = rule(data=st.data(), num_turns=st.integers(2, 12))(_turns)
+    all_goes_on_well = rule(data=st.data(), num_turns=st.integers(2, 12))(_turns)
+
     # -- verify
 
-    @rule(way=st.sampled_from(Drafting))
+    @rule(way=st.sampled_from([*Drafting, Drafting.AHEAD]))
     def change_way(self, way: Drafting) -> None:
         self.gate.drafting = way
 
