@@ -5,10 +5,11 @@ handled on arrival, also while the device runs. The next step is planned and lau
 the last one gave is put into frames, so that encoding costs the device nothing.
 
 Where the engine can take a step before the last has ended, and the service plans one (see
-`_plan_behind`), two are in flight: the device goes from one to the next without the host.
+`_plan_behind`), two are in flight: the device goes from one to the next without the host. The
+second is planned late, just before the first should end, with all that has come until then.
 
-    device   | step 1        | step 2        | step 3
-    host     | plan 2 ->     | retire 1, plan 3 -> frames of 1 | retire 2, plan 4 -> frames of 2
+    device   | step 1                    | step 2                    | step 3
+    host     |                   plan 2  | retire 1, frames   plan 3 | retire 2, frames   plan 4
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class Plan(Protocol):
 
     @property
     def events(self) -> Sequence[Any]: ...
+
+    @property
+    def num_rows(self) -> int: ...
 
 
 class Machine(Protocol[Work_contra, Outcome_contra, Event]):
@@ -109,6 +113,39 @@ class LoopMetrics(Protocol):
     def note_compiles(self, count: int) -> None: ...
 
 
+class StepClock:
+    """How long steps take, and how long the host needs to launch one: when to plan the next.
+
+    Of steps of about as many rows. Where a step had ended before anybody waited for it, its seconds
+    are only known to be fewer: then less is believed from then on.
+    """
+
+    MARGIN_SECONDS = 0.0005
+
+    def __init__(self) -> None:
+        self._step_seconds: dict[int, float] = {}  # by halvings of the rows
+        self._launch_seconds = 0.0
+
+    def note_launch(self, seconds: float) -> None:
+        """From the beginning of a plan until the device had it."""
+        weight = 1 / 2 if seconds > self._launch_seconds else 1 / 8
+        self._launch_seconds += weight * (seconds - self._launch_seconds)
+
+    def note_step(self, num_rows: int, seconds: float, waited_seconds: float) -> None:
+        key = num_rows.bit_length()
+        known = self._step_seconds.get(key, seconds)
+        if waited_seconds < self.MARGIN_SECONDS / 2:
+            self._step_seconds[key] = 0.9 * min(known, seconds)
+        else:
+            weight = 1 / 2 if seconds < known else 1 / 8
+            self._step_seconds[key] = known + weight * (seconds - known)
+
+    def spare_seconds(self, num_rows: int, since: float, now: float) -> float:
+        """How long to leave the next step open, beside one of so many rows that began `since`."""
+        known = self._step_seconds.get(num_rows.bit_length(), 0.0)
+        return since + known - self._launch_seconds - self.MARGIN_SECONDS - now
+
+
 @dataclass(slots=True, eq=False)
 class _Step(Generic[Outcome]):
     """On the engine's thread, which does all in the order it was asked. `launched`: the device has
@@ -153,7 +190,8 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
         self._ahead_engine = ahead_engine
         self._in_flight = deque[_Step[Outcome]]()
         self._noted_at = 0.0  # when a step was last retired
-        self._ended = 0.0  # when the last step did; on the engine's thread
+        self._ended = 0.0  # when the last step did; set on the engine's thread
+        self._clock = StepClock()  # for two in flight
         self._deliver = deliver
         self._metrics = metrics
         self._gather_seconds = gather_seconds
@@ -170,8 +208,12 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
         """Whether planning now could give a step."""
         return True
 
+    def _may_plan_behind(self) -> bool:
+        """Whether a step can be planned while one runs."""
+        return False
+
     def _plan_behind(self, now: float) -> Plan | None:
-        """A step to launch while one runs; None: the next one is planned when that has ended."""
+        """That step; None: the next one is planned when the running one has ended."""
         return None
 
     @abstractmethod
@@ -206,9 +248,10 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
             if self._in_flight:
                 self._tick(time.monotonic())
             else:
-                self._launch(await self._next_plan())
-            self._launch_behind()
+                plan = await self._next_plan()
+                self._launch(plan, time.monotonic())
             self._flush()
+            await self._launch_behind()
             await self._retire()
 
     async def drain(self) -> None:
@@ -254,8 +297,9 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
                 await self._wake.wait()
         self._wake.clear()
 
-    def _launch(self, plan: Plan) -> None:
-        step = _Step[Outcome](plan, time.monotonic())
+    def _launch(self, plan: Plan, begun: float) -> None:
+        """`begun`: when it was begun to be planned."""
+        step = _Step[Outcome](plan, begun)
         if self._ahead_engine is None:
             step.finished = self._thread.submit(self._run, plan.works)
         else:
@@ -263,14 +307,21 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
         self._in_flight.append(step)
         self._flush(plan.events)
 
-    def _launch_behind(self) -> None:
-        if self._ahead_engine is None or len(self._in_flight) != 1:
+    async def _launch_behind(self) -> None:
+        if self._ahead_engine is None or not self._may_plan_behind():
             return
-        if self._in_flight[0].is_refused:
+        (before,) = self._in_flight
+        now = time.monotonic()
+        since = max(before.begun, self._ended)
+        spare = self._clock.spare_seconds(before.plan.num_rows, since, now)
+        if spare > 0:
+            await asyncio.sleep(spare)
+        if before.is_refused:
             return
-        plan = self._plan_behind(time.monotonic())
+        begun = time.monotonic()
+        plan = self._plan_behind(begun)
         if plan is not None and plan.works:
-            self._launch(plan)
+            self._launch(plan, begun)
         elif plan is not None:
             self._flush(plan.events)
 
@@ -282,20 +333,26 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
         return outcomes, time.monotonic() - begun
 
     @staticmethod
-    def _begin(engine: AheadEngine[Work, Outcome], works: Sequence[Work]) -> tuple[Any, float]:
+    def _begin(
+        engine: AheadEngine[Work, Outcome], works: Sequence[Work]
+    ) -> tuple[Any, float, float]:
         begun = time.monotonic()
-        return engine.launch(works), begun
+        return engine.launch(works), begun, time.monotonic()
 
     def _end(
-        self, engine: AheadEngine[Work, Outcome], launched: Future[tuple[Any, float]]
+        self, engine: AheadEngine[Work, Outcome], step: _Step[Outcome]
     ) -> tuple[list[Outcome], float]:
         """The seconds are from the end of the step before, if that still ran when this one was
         launched: from then on the device was this one's.
         """
-        step, begun = launched.result()
-        outcomes = engine.finish(step)
+        assert step.launched is not None
+        launched, begun, launched_at = step.launched.result()
+        asked = time.monotonic()
+        outcomes = engine.finish(launched)
         now = time.monotonic()
         seconds, self._ended = now - max(begun, self._ended), now
+        self._clock.note_launch(launched_at - step.begun)
+        self._clock.note_step(step.plan.num_rows, seconds, now - asked)
         return outcomes, seconds
 
     async def _retire(self) -> None:
@@ -303,8 +360,7 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
         step = self._in_flight[0]
         if step.finished is None:
             assert self._ahead_engine is not None
-            assert step.launched is not None
-            step.finished = self._thread.submit(self._end, self._ahead_engine, step.launched)
+            step.finished = self._thread.submit(self._end, self._ahead_engine, step)
         try:
             outcomes, step_seconds = await asyncio.wrap_future(step.finished)
         except GroupLost:

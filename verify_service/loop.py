@@ -55,6 +55,9 @@ class VerifyLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
     def _has_ready(self) -> bool:
         return self._machine.has_ready
 
+    def _may_plan_behind(self) -> bool:
+        return self._machine.may_plan_behind
+
     def _plan_behind(self, now: float) -> Plan | None:
         return self._machine.plan_behind(now)
 

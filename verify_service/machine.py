@@ -389,6 +389,11 @@ class VerifyMachine:
         """The next step; its works are empty when there is nothing to run."""
         return self._stepper.plan(now)
 
+    @property
+    def may_plan_behind(self) -> bool:
+        """Whether a round may be launched behind one that runs in the only step in flight."""
+        return self._stepper.may_follow
+
     def plan_behind(self, now: float) -> Plan | None:
         """A step to be launched behind the one that runs, which must be the only one. None where
         none of its rounds may be followed: then the next step is best planned when it has ended.
