@@ -226,7 +226,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, required=True, help="target's directory")
     parser.add_argument("--batch", type=counts, default=[1, 4], help="sequences at a time")
     parser.add_argument("--nodes", type=int, default=8, help="rows of a round, root included")
-    parser.add_argument("--tokens", type=int, default=40, help="of each sequence")
+    parser.add_argument("--tokens", type=int, default=160, help="of each sequence")
     parser.add_argument("--turns", type=int, default=7)
     return parser.parse_args()
 

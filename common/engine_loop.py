@@ -142,7 +142,8 @@ class StepClock:
 
     def spare_seconds(self, num_rows: int, since: float, now: float) -> float:
         """How long to leave the next step open, beside one of so many rows that began `since`."""
-        known = self._step_seconds.get(num_rows.bit_length(), 0.0)
+        fewer = [key for key in self._step_seconds if key <= num_rows.bit_length()]
+        known = self._step_seconds[max(fewer)] if fewer else 0.0  # more rows take no less
         return since + known - self._launch_seconds - self.MARGIN_SECONDS - now
 
 
