@@ -209,6 +209,7 @@ def main() -> None:
         layers_per_program=LAYERS_PER_PROGRAM if jax.default_backend() == "cpu" else None,
     )
     engine = DeviceEngine(target, params, config)
+    engine.warm_up()
     versions = {"jax": jax.__version__, "python": platform.python_version()}
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}"
     settings = {key: str(value) for key, value in vars(arguments).items()}

@@ -117,6 +117,13 @@ class VerifyMachine:
         return self._stepper.num_ahead, self._stepper.num_without
 
     @property
+    def num_followed(self) -> tuple[int, int]:
+        """Rounds that were launched while the one before ran: those that count, and those that were
+        thrown away because the one before ended the sequence.
+        """
+        return self._stepper.num_followed, self._stepper.num_void
+
+    @property
     def has_ready(self) -> bool:
         """Whether a round waits for a step, be there room for it or not."""
         return self._registry.has_ready

@@ -65,6 +65,8 @@ class Stepper:
         self._num_offered = 0  # nodes of trees that were launched before they were known
         self.num_ahead = 0  # rounds begun here in the way AHEAD, with nodes of a tree ahead
         self.num_without = 0  # and with the root alone
+        self.num_followed = 0  # rounds that were launched behind one that ran
+        self.num_void = 0  # and others, thrown away because that one ended the sequence
         self._retired_at: float | None = None  # when the last step ended
 
     @property
@@ -210,7 +212,9 @@ class Stepper:
         """The round that was launched behind this one: now it is known what it verifies."""
         if not result.next_begun:
             behind.is_void = True
+            self.num_void += 1
             return
+        self.num_followed += 1
         following, follow_up, sequence = behind.following, behind.work.follows, behind.sequence
         assert following is not None
         assert follow_up is not None
