@@ -54,7 +54,7 @@ class FollowingRound:
         what `ahead.most` allows, and no more than `max_rows`, its root included.
         """
         most = TreeShape(
-            max_depth=min(max_depth, ahead.most.max_depth),
+            max_depth=max(0, min(max_depth, ahead.most.max_depth)),
             top_k=ahead.most.top_k,
             max_nodes=min(max_rows, ahead.most.max_nodes),
         )
@@ -81,7 +81,8 @@ class FollowingRound:
     @property
     def row_scores(self) -> Float32Array:
         """float32 [max_rows]: logarithms of what the head believes of the rows."""
-        believed = self.row_chances(np.exp(self.tree.scores.astype(np.float64)))
+        falling = np.minimum(0.0, self.tree.scores.astype(np.float64))
+        believed = self.row_chances(np.exp(falling))
         scores = np.log(np.maximum(believed, LEAST_CHANCE))
         return np.concatenate([[0.0], scores]).astype(np.float32)
 
