@@ -1,8 +1,15 @@
 """The loop of an engine service: plan → device → retire → frames out, commands coming in beside it.
 
-One asyncio task drives the state machine; `engine.run` blocks on a thread of its own. Commands are
+One asyncio task drives the state machine; the engine blocks on a thread of its own. Commands are
 handled on arrival, also while the device runs. The next step is planned and launched before what
 the last one gave is put into frames, so that encoding costs the device nothing.
+
+Where the engine can take a step before the last has ended, and the service plans one (see
+`_plan_behind`), two are in flight: the device goes from one to the next without the host. The
+second is planned late, just before the first should end, with all that has come until then.
+
+    device   | step 1                    | step 2                    | step 3
+    host     |                   plan 2  | retire 1, frames   plan 3 | retire 2, frames   plan 4
 """
 
 from __future__ import annotations
@@ -11,8 +18,10 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from common.group.terms import GroupLost
@@ -44,6 +53,9 @@ class Plan(Protocol):
 
     @property
     def events(self) -> Sequence[Any]: ...
+
+    @property
+    def num_rows(self) -> int: ...
 
 
 class Machine(Protocol[Work_contra, Outcome_contra, Event]):
@@ -79,6 +91,14 @@ class Engine(Protocol[Work_contra, Outcome]):
     def run(self, works: Sequence[Work_contra]) -> list[Outcome]: ...
 
 
+class AheadEngine(Engine[Work_contra, Outcome], Protocol):
+    """Has up to two steps in flight. If `finish` raises, those behind are lost as well."""
+
+    def launch(self, works: Sequence[Work_contra]) -> Any: ...
+
+    def finish(self, launched: Any) -> list[Outcome]: ...
+
+
 class LoopMetrics(Protocol):
     """Where the loop notes what it saw."""
 
@@ -91,6 +111,59 @@ class LoopMetrics(Protocol):
     def note_state(self, machine: Any) -> None: ...
 
     def note_compiles(self, count: int) -> None: ...
+
+
+class StepClock:
+    """How long steps take, and how long the host needs to launch one: when to plan the next.
+
+    Of steps of about as many rows. Where a step had ended before anybody waited for it, its seconds
+    are only known to be fewer: then less is believed from then on.
+    """
+
+    MARGIN_SECONDS = 0.0005
+
+    def __init__(self) -> None:
+        self._step_seconds: dict[int, float] = {}  # by halvings of the rows
+        self._launch_seconds = 0.0
+
+    def note_launch(self, seconds: float) -> None:
+        """From the beginning of a plan until the device had it."""
+        weight = 1 / 2 if seconds > self._launch_seconds else 1 / 8
+        self._launch_seconds += weight * (seconds - self._launch_seconds)
+
+    def note_step(self, num_rows: int, seconds: float, waited_seconds: float) -> None:
+        key = num_rows.bit_length()
+        known = self._step_seconds.get(key, seconds)
+        if waited_seconds < self.MARGIN_SECONDS / 2:
+            self._step_seconds[key] = 0.9 * min(known, seconds)
+        else:
+            weight = 1 / 2 if seconds < known else 1 / 8
+            self._step_seconds[key] = known + weight * (seconds - known)
+
+    def spare_seconds(self, num_rows: int, since: float, now: float) -> float:
+        """How long to leave the next step open, beside one of so many rows that began `since`."""
+        fewer = [key for key in self._step_seconds if key <= num_rows.bit_length()]
+        known = self._step_seconds[max(fewer)] if fewer else 0.0  # more rows take no less
+        return since + known - self._launch_seconds - self.MARGIN_SECONDS - now
+
+
+@dataclass(slots=True, eq=False)
+class _Step(Generic[Outcome]):
+    """On the engine's thread, which does all in the order it was asked. `launched`: the device has
+    it; None where that is no job of its own. `finished`: outcomes and the device's seconds, once
+    they are waited for.
+    """
+
+    plan: Plan
+    begun: float
+    launched: Future[Any] | None = None
+    finished: Future[tuple[list[Outcome], float]] | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it never ran, as far as that is known."""
+        launched = self.launched
+        return launched is not None and launched.done() and launched.exception() is not None
 
 
 class EngineLoop(ABC, Generic[Work, Outcome, Event]):
@@ -108,11 +181,18 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
         deliver: Callable[[Sequence[Event]], None],
         metrics: LoopMetrics,
         gather_seconds: float,
+        ahead_engine: AheadEngine[Work, Outcome] | None = None,
     ) -> None:
+        """`ahead_engine`: `engine`, where it may have two steps in flight."""
         self._service = service
         self._logger = get_logger(f"{service}.loop")
         self._machine = machine
         self._engine = engine
+        self._ahead_engine = ahead_engine
+        self._in_flight = deque[_Step[Outcome]]()
+        self._noted_at = 0.0  # when a step was last retired
+        self._ended = 0.0  # when the last step did; set on the engine's thread
+        self._clock = StepClock()  # for two in flight
         self._deliver = deliver
         self._metrics = metrics
         self._gather_seconds = gather_seconds
@@ -128,6 +208,14 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
     def _has_ready(self) -> bool:
         """Whether planning now could give a step."""
         return True
+
+    def _may_plan_behind(self) -> bool:
+        """Whether a step can be planned while one runs."""
+        return False
+
+    def _plan_behind(self, now: float) -> Plan | None:
+        """That step; None: the next one is planned when the running one has ended."""
+        return None
 
     @abstractmethod
     def _wait_until(self, now: float, deadline: float) -> float:
@@ -158,11 +246,14 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
         another host of its slice is gone.
         """
         while True:
-            plan = await self._next_plan()
-            begun = time.monotonic()
-            step = asyncio.get_running_loop().run_in_executor(self._thread, self._run, plan.works)
-            self._flush(plan.events)
-            await self._retire(plan, step, begun)
+            if self._in_flight:
+                self._tick(time.monotonic())
+            else:
+                plan = await self._next_plan()
+                self._launch(plan, time.monotonic())
+            self._flush()
+            await self._launch_behind()
+            await self._retire()
 
     async def drain(self) -> None:
         """Takes no new sequences; returns when the last one is closed."""
@@ -207,39 +298,102 @@ class EngineLoop(ABC, Generic[Work, Outcome, Event]):
                 await self._wake.wait()
         self._wake.clear()
 
+    def _launch(self, plan: Plan, begun: float) -> None:
+        """`begun`: when it was begun to be planned."""
+        step = _Step[Outcome](plan, begun)
+        if self._ahead_engine is None:
+            step.finished = self._thread.submit(self._run, plan.works)
+        else:
+            step.launched = self._thread.submit(self._begin, self._ahead_engine, plan.works)
+        self._in_flight.append(step)
+        self._flush(plan.events)
+
+    async def _launch_behind(self) -> None:
+        if self._ahead_engine is None or not self._may_plan_behind():
+            return
+        (before,) = self._in_flight
+        now = time.monotonic()
+        since = max(before.begun, self._ended)
+        spare = self._clock.spare_seconds(before.plan.num_rows, since, now)
+        if spare > 0:
+            await asyncio.sleep(spare)
+        if before.is_refused:
+            return
+        begun = time.monotonic()
+        plan = self._plan_behind(begun)
+        if plan is not None and plan.works:
+            self._launch(plan, begun)
+        elif plan is not None:
+            self._flush(plan.events)
+
+    # On the engine's thread.
+
     def _run(self, works: Sequence[Work]) -> tuple[list[Outcome], float]:
-        """On the engine's thread."""
         begun = time.monotonic()
         outcomes = self._engine.run(works)
         return outcomes, time.monotonic() - begun
 
-    async def _retire(
-        self,
-        plan: Plan,
-        step: asyncio.Future[tuple[list[Outcome], float]],
-        begun: float,
-    ) -> None:
+    @staticmethod
+    def _begin(
+        engine: AheadEngine[Work, Outcome], works: Sequence[Work]
+    ) -> tuple[Any, float, float]:
+        begun = time.monotonic()
+        return engine.launch(works), begun, time.monotonic()
+
+    def _end(
+        self, engine: AheadEngine[Work, Outcome], step: _Step[Outcome]
+    ) -> tuple[list[Outcome], float]:
+        """The seconds are from the end of the step before, if that still ran when this one was
+        launched: from then on the device was this one's.
+        """
+        assert step.launched is not None
+        launched, begun, launched_at = step.launched.result()
+        asked = time.monotonic()
+        outcomes = engine.finish(launched)
+        now = time.monotonic()
+        seconds, self._ended = now - max(begun, self._ended), now
+        self._clock.note_launch(launched_at - step.begun)
+        self._clock.note_step(step.plan.num_rows, seconds, now - asked)
+        return outcomes, seconds
+
+    async def _retire(self) -> None:
+        """Waits for the oldest step."""
+        step = self._in_flight[0]
+        if step.finished is None:
+            assert self._ahead_engine is not None
+            step.finished = self._thread.submit(self._end, self._ahead_engine, step)
         try:
-            outcomes, step_seconds = await step
+            outcomes, step_seconds = await asyncio.wrap_future(step.finished)
         except GroupLost:
             raise
         except Exception as error:  # whatever the device does, its sequences must learn of it
-            self._fail(plan, error)
+            self._fail(error)
             return
+        self._in_flight.popleft()
         self._failures = 0
         back = time.monotonic()
-        self._finished += self._machine.retire(plan.works, outcomes, back, step_seconds)
+        works = step.plan.works
+        self._finished += self._machine.retire(works, outcomes, back, step_seconds)
         self._after_turn()
-        host_seconds = (time.monotonic() - begun) - step_seconds
-        self._metrics.note_step(plan, step_seconds, host_seconds)
+        now = time.monotonic()
+        host_seconds = now - max(step.begun, self._noted_at) - step_seconds
+        self._noted_at = now
+        self._metrics.note_step(step.plan, step_seconds, max(0.0, host_seconds))
 
-    def _fail(self, plan: Plan, error: Exception) -> None:
-        self._logger.exception("a step failed", num_sequences=len(plan.works))
+    def _fail(self, error: Exception) -> None:
+        """The oldest step has failed, and those behind it with it unless it never ran."""
+        lost = [self._in_flight.popleft()]
+        ran = not lost[0].is_refused
+        while self._in_flight and (ran or self._in_flight[0].is_refused):
+            lost.append(self._in_flight.popleft())
+        num_sequences = sum(len(step.plan.works) for step in lost)
+        self._logger.exception("a step failed", num_sequences=num_sequences)
         self._metrics.note_failed_step()
         self._failures += 1
         service = self._service
         message = f"the {service} step failed: {type(error).__name__}; open the sequence again"
-        self._finished += self._machine.fail(plan.works, message, time.monotonic())
+        for step in lost:
+            self._finished += self._machine.fail(step.plan.works, message, time.monotonic())
         self._after_turn()
         if self._failures >= MAX_FAILURES:
             self._flush()

@@ -30,9 +30,13 @@ class Fenced(Protocol):
     epoch: int
     stream: int  # the owner: its results go there
     arrival: int  # order of Open; lower is older
-    in_flight: bool  # in a launched step
     closed: bool  # forgotten while in flight: frees what it holds when the step retires
     orphaned_since: float | None  # when its stream went
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it is in a launched step."""
+        ...
 
     @property
     def state(self) -> SequenceState: ...

@@ -168,6 +168,7 @@ def _engine(
                 max_context_len=_context(config, target),
                 max_tree_nodes=config.max_tree_nodes,
                 max_depth=config.max_tree_depth,
+                max_ahead_nodes=config.max_ahead_nodes,
                 row_buckets=config.row_buckets,
                 max_rows=config.max_step_tokens,
                 min_rows=8 if config.platform == "tpu" else 1,
@@ -204,6 +205,8 @@ def _limits(config: VerifyConfig, engine: DeviceEngine) -> VerifyLimits:
         max_step_tokens=config.max_step_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
         max_stop_tokens=engine.config.max_stop_tokens,
+        max_unacknowledged=3 if config.max_ahead_nodes else 2,
+        max_ahead_nodes=config.max_ahead_nodes,
         feature_window_tokens=config.feature_window_tokens,
         prefix_cache=config.prefix_cache,
         cached_feature_tokens=config.cached_feature_tokens,
@@ -227,7 +230,7 @@ def _pace(config: VerifyConfig, curve: StepCurve) -> PrefillPace | None:
 def _gate(config: VerifyConfig) -> DraftGate | FixedWay:
     if config.drafting != "auto":
         return FixedWay(Drafting[config.drafting.upper()])
-    return FixedWay() if config.tree_budget == "full" else DraftGate()
+    return FixedWay() if config.waits_for_trees else DraftGate()
 
 
 def _fused_by(engine: DeviceEngine) -> str:

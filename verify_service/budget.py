@@ -18,13 +18,17 @@ Deterministic, without a clock; seconds come from the measured curve and from th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from common.types import Float32Array, Int32Array
 from verify_service.calibration import Calibration
+from verify_service.following import FollowingRound
 from verify_service.sequences import PendingRound
 from verify_service.step_cost import Float64Array, StepCurve
+
+AnyRound: TypeAlias = PendingRound | FollowingRound
 
 PROBE_SHARE = 0.01
 IDLE_WEIGHT = 1 / 8  # of the newest gap in the running mean
@@ -44,14 +48,14 @@ class TreeBudget:
         return self._idle_seconds
 
     def share(
-        self, rounds: Sequence[PendingRound], *, num_causal: int, max_rows: int, num_kv_tokens: int
+        self, rounds: Sequence[AnyRound], *, num_causal: int, max_rows: int, num_kv_tokens: int
     ) -> list[int]:
-        """Nodes of each round's tree to verify, root included.
+        """Nodes of each round's tree to verify, or rows to set aside for them, root included.
 
         `num_causal`: rows of the step that are there anyhow, roots among them. `max_rows`: of a
         step; roots and causal rows are never cut. `num_kv_tokens`: in pages, all sequences.
         """
-        sizes = [round_.tree.num_nodes - 1 for round_ in rounds]
+        sizes = [round_.max_rows - 1 for round_ in rounds]
         most = min(sum(sizes), max_rows - num_causal)
         if most <= 0:
             return [1] * len(rounds)
@@ -101,14 +105,14 @@ class TreeBudget:
         gap = min(max(0.0, seconds), MAX_IDLE_SECONDS)
         self._idle_seconds += (gap - self._idle_seconds) * IDLE_WEIGHT
 
-    def _chances(self, rounds: Sequence[PendingRound]) -> Float64Array:
-        """Of all nodes below the roots, one tree behind the other, falling within each."""
+    def _chances(self, rounds: Sequence[AnyRound]) -> Float64Array:
+        """Of all rows below the roots, one round behind the other, falling within each."""
         scores, parents, depths, starts = _flat(rounds)
         chances = self._calibration.chances(scores, parents, depths)
         # Where calibration would lift a node above one that stands before it, it counts as much as
         # that one: a cut is a prefix.
-        falling = [np.minimum.accumulate(tree)[1:] for tree in np.split(chances, starts[1:])]
-        return np.concatenate(falling)
+        trees = zip(rounds, np.split(chances, starts[1:]), strict=True)
+        return np.concatenate([np.minimum.accumulate(r.row_chances(tree)) for r, tree in trees])
 
     def _or_probe(self, best: int, seconds: Float64Array) -> int:
         """`best`, or all of the next larger bucket when enough was put aside for it."""
@@ -134,7 +138,7 @@ def best_count(chances: Float64Array, num_roots: int, seconds: Float64Array) -> 
 
 
 def _flat(
-    rounds: Sequence[PendingRound],
+    rounds: Sequence[AnyRound],
 ) -> tuple[Float32Array, Int32Array, Int32Array, list[int]]:
     """Scores, parents and depths of the trees one behind the other, and where each begins."""
     sizes = [round_.tree.num_nodes for round_ in rounds]

@@ -11,6 +11,9 @@ from common.config import IntList
 from common.device_config import DeviceConfig
 from verify_service.batch import ROW_BUCKETS
 
+MAX_CANDIDATES = 128
+"""Of a tree ahead, for a round whose root is not known: most of what a draft grows by default."""
+
 
 class VerifyConfig(DeviceConfig):
     """Settings of the verify service: the target model, which checks draft trees."""
@@ -70,6 +73,12 @@ class VerifyConfig(DeviceConfig):
         " tree; ahead: none waits, trees are grown for rounds to come; auto: as pays by measured"
         " times, or synchronous with tree_budget full.",
     )
+    async_scheduling: bool = Field(
+        True,
+        description="A step is launched while the one before still runs, where rounds do not wait"
+        " for trees: the device then chooses what the next round verifies, and never waits for the"
+        " host. Off: one step at a time.",
+    )
     feature_window_tokens: int = Field(
         2048, ge=64, le=1 << 20, description="Feature rows kept per sequence, to send and replay."
     )
@@ -115,6 +124,19 @@ class VerifyConfig(DeviceConfig):
                 " it, or lower one of the two"
             )
         return self
+
+    @property
+    def waits_for_trees(self) -> bool:
+        """Whether rounds always do."""
+        auto = "synchronous" if self.tree_budget == "full" else "auto"
+        return (auto if self.drafting == "auto" else self.drafting) == "synchronous"
+
+    @property
+    def max_ahead_nodes(self) -> int:
+        """Candidates of a round that is launched before its root is known; 0: none is."""
+        if self.waits_for_trees or not self.async_scheduling:
+            return 0
+        return 1 if self.drafting == "none" else MAX_CANDIDATES
 
     @property
     def num_pages(self) -> int:

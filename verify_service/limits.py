@@ -21,6 +21,7 @@ class VerifyLimits:
     max_prefill_tokens: int  # of them, prefill rows while other sequences decode
     max_stop_tokens: int = 8
     max_unacknowledged: int = 2  # results kept per sequence
+    max_ahead_nodes: int = 0  # candidates of a round launched before its root is known; 0: none is
     feature_window_tokens: int = 2048
     prefix_cache: bool = True
     cached_feature_tokens: int = 65536  # feature rows kept of published pages

@@ -12,11 +12,15 @@ from verify_service.commands import Command
 from verify_service.events import Event, Failed
 from verify_service.machine import VerifyMachine
 from verify_service.metrics import VerifyMetrics
-from verify_service.step import SequenceOutcome, SequenceWork, VerifyEngine
+from verify_service.step import AheadEngine, SequenceOutcome, SequenceWork, VerifyEngine
+from verify_service.stepper import Plan
 
 
 class VerifyLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
-    """`on_features` is called when rows may wait to be sent. See `common.engine_loop`."""
+    """`on_features` is called when rows may wait to be sent. An engine that can launch a step while
+    another runs gets one behind it wherever the machine lets rounds follow. See
+    `common.engine_loop`.
+    """
 
     _machine: VerifyMachine
     _metrics: VerifyMetrics
@@ -31,7 +35,8 @@ class VerifyLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
         metrics: VerifyMetrics,
         gather_seconds: float,
     ) -> None:
-        super().__init__("verify", machine, engine, deliver, metrics, gather_seconds)
+        ahead = engine if machine.runs_ahead and isinstance(engine, AheadEngine) else None
+        super().__init__("verify", machine, engine, deliver, metrics, gather_seconds, ahead)
         self._on_features = on_features
 
     def submit(self, stream: int, commands: Iterable[Command], errors: Iterable[Failed]) -> None:
@@ -49,6 +54,12 @@ class VerifyLoop(EngineLoop[SequenceWork, SequenceOutcome, Event]):
 
     def _has_ready(self) -> bool:
         return self._machine.has_ready
+
+    def _may_plan_behind(self) -> bool:
+        return self._machine.may_plan_behind
+
+    def _plan_behind(self, now: float) -> Plan | None:
+        return self._machine.plan_behind(now)
 
     async def _gather(self, now: float) -> float:
         """As all loops do; notes how long it took and what it brought."""

@@ -95,6 +95,11 @@ class VerifyMachine:
         return self._stepper.num_in_flight
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether rounds may be launched behind those that run, by an engine that can."""
+        return self._limits.max_ahead_nodes > 0
+
+    @property
     def drafting(self) -> Drafting:
         """How rounds should be drafted."""
         return self._gate.drafting
@@ -110,6 +115,13 @@ class VerifyMachine:
         root alone.
         """
         return self._stepper.num_ahead, self._stepper.num_without
+
+    @property
+    def num_followed(self) -> tuple[int, int]:
+        """Rounds that were launched while the one before ran: those that count, and those that were
+        thrown away because the one before ended the sequence.
+        """
+        return self._stepper.num_followed, self._stepper.num_void
 
     @property
     def has_ready(self) -> bool:
@@ -384,6 +396,17 @@ class VerifyMachine:
         """The next step; its works are empty when there is nothing to run."""
         return self._stepper.plan(now)
 
+    @property
+    def may_plan_behind(self) -> bool:
+        """Whether a round may be launched behind one that runs in the only step in flight."""
+        return self._stepper.may_follow
+
+    def plan_behind(self, now: float) -> Plan | None:
+        """A step to be launched behind the one that runs, which must be the only one. None where
+        none of its rounds may be followed: then the next step is best planned when it has ended.
+        """
+        return self._stepper.plan(now) if self._stepper.may_follow else None
+
     def retire(
         self,
         works: Sequence[SequenceWork],
@@ -395,26 +418,21 @@ class VerifyMachine:
 
         A sequence whose logits gave no pick is lost, and said to be; its neighbours go on.
         """
-        steps = list(zip(works, outcomes, strict=True))
-        good = [(work, found) for work, found in steps if found.tokens.size or not work.samples]
-        sequences, events = self._stepper.retire(
-            [work for work, _ in good], [found for _, found in good], now, step_seconds
-        )
+        sequences, events, unpicked = self._stepper.retire(works, outcomes, now, step_seconds)
         for sequence in sequences:
             if not sequence.closed:
                 self._offer_features(sequence)
             self._perform_deferred(sequence, now, events)
-        unpicked = [work for work, found in steps if work.samples and not found.tokens.size]
         return events + self._lose(unpicked, NO_PICK, now)
 
     def fail(self, works: Sequence[SequenceWork], message: str, now: float) -> list[Event]:
         """After a step that failed: its sequences are gone, and said to be."""
         self._residency.forget_cached()  # what the device holds is not sure any more
-        return self._lose(works, message, now)
+        return self._lose(self._stepper.abandon(works), message, now)
 
-    def _lose(self, works: Sequence[SequenceWork], message: str, now: float) -> list[Event]:
+    def _lose(self, sequences: Sequence[VerifySequence], message: str, now: float) -> list[Event]:
         events: list[Event] = []
-        for sequence in self._stepper.abandon(works):
+        for sequence in sequences:
             if not sequence.closed:
                 events.append(
                     Failed(

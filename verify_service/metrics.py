@@ -13,6 +13,7 @@ from verify_service.stepper import Plan
 PAGE_STATES = ("live", "cached", "reserved", "free")
 WAYS = tuple(way.name.lower() for way in Drafting)
 AHEAD_OUTCOMES = ("tree", "root")
+FOLLOWED_OUTCOMES = ("verified", "thrown_away")
 SEQUENCE_STATES = ("resident", "waiting", "in_flight", "open")
 MAX_NODES_BUCKET = 128
 
@@ -62,6 +63,11 @@ class VerifyMetrics:
             " one reached them", ["outcome"], values=AHEAD_OUTCOMES,
         )  # fmt: skip
         self._ahead = [RisingCounter(ahead.labels(of)) for of in AHEAD_OUTCOMES]
+        followed = metrics.counter(
+            "rounds_launched_ahead", "Rounds launched while the one before ran, by whether that one"
+            " ended the sequence", ["outcome"], values=FOLLOWED_OUTCOMES,
+        )  # fmt: skip
+        self._followed = [RisingCounter(followed.labels(of)) for of in FOLLOWED_OUTCOMES]
         self._drafting = metrics.gauge(
             "drafting", "1 for the way that rounds are drafted now", ["way"], values=WAYS
         )
@@ -127,6 +133,8 @@ class VerifyMetrics:
             self._drafting.labels(way.name.lower()).set(way is machine.drafting)
         self._draft_probes.set_total(machine.num_draft_probes)
         for counter, total in zip(self._ahead, machine.num_ahead, strict=True):
+            counter.set_total(total)
+        for counter, total in zip(self._followed, machine.num_followed, strict=True):
             counter.set_total(total)
         self._looked_up.set_total(machine.prefix_counts.looked_up)
         self._found.set_total(machine.prefix_counts.found)

@@ -145,18 +145,30 @@ class Residency:
         sequence.pages += self._pool.reserve(missing)
         return put_out
 
+    def extend(self, sequence: VerifySequence, num_rows: int) -> bool:
+        """Reserves pages for rows up to `num_rows` of a sequence in a launched step, which has made
+        its last page its own; False, and nothing changed, where that would put anybody out.
+        """
+        missing = max(0, self._limits.pages_for(num_rows) - len(sequence.pages))
+        if missing > self._pool.num_available:
+            return False
+        sequence.pages += self._pool.reserve(missing)
+        return True
+
     def room_rows(self, sequence: VerifySequence) -> int:
         """KV rows that the sequence could have without putting anyone out."""
         return (len(sequence.pages) + self._pool.num_available) * self._limits.page_size
 
     def settle(self, sequence: VerifySequence) -> None:
         """After a step: pages with committed rows become live, full ones are published, those
-        beyond the next root are released, and so is the one that was copied from.
+        beyond the next root are released, and so is the one that was copied from. While a further
+        step holds the sequence, all pages stay.
         """
         self._end_copy(sequence)
         self._pool.commit_first(sequence.pages, self._limits.pages_for(sequence.kv_len))
         self._cache.publish(sequence)
-        self._shorten(sequence, self._limits.pages_for(sequence.committed_len))
+        if not sequence.in_flight:
+            self._shorten(sequence, self._limits.pages_for(sequence.committed_len))
 
     def cut(self, sequence: VerifySequence, kv_len: int) -> None:
         """Forgets rows from `kv_len` on and releases the pages behind them."""

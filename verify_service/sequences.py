@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from common.page_keys import PageKeys
 from common.tracing import UNTRACED, Trace
 from common.types import (
     Drafting,
     DraftTree,
+    Float32Array,
     Int32Array,
     SamplingParams,
     SequenceState,
@@ -29,9 +31,9 @@ from verify_service.events import RoundResult
 from verify_service.features import FeatureWindow
 from verify_service.step import TokenHistory
 
+Float64Array = npt.NDArray[np.float64]
+
 NO_SLOT = -1
-
-
 NOT_AHEAD = -1
 
 
@@ -81,6 +83,20 @@ class PendingRound:
     @property
     def depth(self) -> int:
         return int(self.depths.max())
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a step that it can use."""
+        return self.tree.num_nodes
+
+    def row_chances(self, chances: Float64Array) -> Float64Array:
+        """That each row below the root is accepted; `chances`: each node, the root included."""
+        return chances[1:]
+
+    @property
+    def row_scores(self) -> Float32Array:
+        """float32 [max_rows]: log-probabilities, as the head has it; 0 for the root."""
+        return self.tree.scores
 
     @property
     def grown_depths(self) -> Int32Array:
@@ -162,8 +178,8 @@ class VerifySequence:
     num_found: int = 0  # rows found since Open, until a result has told of them
     num_published: int = 0  # of `pages`, from the first on
     copy: tuple[int, int] | None = None  # a page, still held, to be copied to one of `pages` first
-    in_flight: bool = False
-    closed: bool = False  # while in flight: frees its pages when the step retires
+    num_in_flight: int = 0  # launched steps that hold it
+    closed: bool = False  # while in flight: frees its pages when the last of these retires
     paused_since: float = 0.0  # when it last became idle
     ahead: AheadTree | None = None  # for rounds that begin here
     turn: RoundTurn | None = None  # since its last result; None: nothing to compare with
@@ -176,6 +192,10 @@ class VerifySequence:
     @property
     def is_resident(self) -> bool:
         return self.slot != NO_SLOT
+
+    @property
+    def in_flight(self) -> bool:
+        return self.num_in_flight > 0
 
     @property
     def is_ready(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -258,6 +258,7 @@ class VerifyEngine(Protocol):
         ...
 
 
+@runtime_checkable
 class AheadEngine(VerifyEngine, Protocol):
     """One that need not have ended a step to take the next: `run` is `finish(launch(works))`, with
     nothing else in flight.

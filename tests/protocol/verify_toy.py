@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from verify_service.step import SequenceOutcome, SequenceWork
+from verify_service.flights import Flights
+from verify_service.follow_up import Chosen
+from verify_service.step import Launched, SequenceOutcome, SequenceWork
 
 VOCAB = 7
 
@@ -83,3 +86,63 @@ class ToyEngine:
         for offset, token in enumerate(tokens):
             page, row = divmod(work.kv_len + offset, self._page_size)
             self._pages[work.page_ids[page], row] = token
+
+
+class AheadToyEngine(ToyEngine):
+    """With two steps in flight. Of what was launched nothing happens before `finish`."""
+
+    def __init__(self, num_pages: int, page_size: int, max_ahead_nodes: int) -> None:
+        super().__init__(num_pages, page_size)
+        self._max_ahead_nodes = max_ahead_nodes
+        self._flights = Flights[None]()
+        self.num_followed = 0  # works whose round was chosen here
+        self.num_chosen = 0  # candidates that they verified
+
+    def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
+        self._flights.check_none()
+        return self.finish(self.launch(works))
+
+    def launch(self, works: Sequence[SequenceWork]) -> Launched:
+        assert len({work.slot for work in works}) == len(works)
+        for work in works:
+            work.validate(VOCAB, self._page_size)
+        self._flights.check(works, self._page_size, self._max_ahead_nodes)
+        return self._flights.add(works, None)
+
+    def finish(self, launched: Launched) -> list[SequenceOutcome]:
+        flight = self._flights.oldest(launched)
+        works = [
+            self._known(work, chosen, flight.kv_lens([_NOTHING] * len(flight.works))[place])
+            for place, (work, chosen) in enumerate(zip(flight.works, flight.chosen(), strict=True))
+        ]
+        for work in works:
+            if work is not None and work.page_copy is not None:
+                source, target = work.page_copy
+                self._pages[target] = self._pages[source]
+        outcomes = [
+            _NOTHING if work is None else replace(self._run_one(work), chosen=chosen)
+            for work, chosen in zip(works, flight.chosen(), strict=True)
+        ]
+        self._flights.retire(outcomes)
+        return outcomes
+
+    def lose(self) -> None:
+        """The device is gone, and back."""
+        self._flights.forget()
+
+    def _known(self, work: SequenceWork, chosen: Chosen | None, kv_len: int) -> SequenceWork | None:
+        """As an ordinary one; None where there is no root."""
+        if work.follows is None:
+            return work
+        if chosen is None:
+            return None
+        self.num_followed += 1
+        self.num_chosen += chosen.tree.num_nodes - 1
+        tokens, parents = chosen.tree.tokens, chosen.tree.parents
+        return replace(work, follows=None, tokens=tokens, parents=parents, kv_len=kv_len)
+
+
+_NOTHING = SequenceOutcome(
+    tokens=np.zeros(0, np.int32), margins=np.zeros(0, np.float32), logprobs=np.zeros(0, np.float32),
+    accepted_nodes=np.zeros(0, np.int32), num_nodes=0, num_committed=0,
+)  # fmt: skip
