@@ -4,7 +4,7 @@
 
 State machine, loop and engine are the service's (`verify_service/loop.py`); the router's part is
 played here, in the same process: each result is acknowledged and answered with a tree ahead, three
-in four of whose tokens are right. `one`: --no-async-scheduling; `two`: --async-scheduling. All in
+in four of whose tokens are right. `one`: --async-scheduling off; `two`: on. All in
 turns within one run; milliseconds per token of all sequences together. The last line is JSON.
 """
 

@@ -73,11 +73,12 @@ class VerifyConfig(DeviceConfig):
         " tree; ahead: none waits, trees are grown for rounds to come; auto: as pays by measured"
         " times, or synchronous with tree_budget full.",
     )
-    async_scheduling: bool = Field(
-        True,
+    async_scheduling: Literal["auto", "on", "off"] = Field(
+        "auto",
         description="A step is launched while the one before still runs, where rounds do not wait"
         " for trees: the device then chooses what the next round verifies, and never waits for the"
-        " host. Off: one step at a time.",
+        " host. auto: on a TPU; a CPU works for both at once and gains nothing. off: one at a"
+        " time.",
     )
     feature_window_tokens: int = Field(
         2048, ge=64, le=1 << 20, description="Feature rows kept per sequence, to send and replay."
@@ -134,7 +135,10 @@ class VerifyConfig(DeviceConfig):
     @property
     def max_ahead_nodes(self) -> int:
         """Candidates of a round that is launched before its root is known; 0: none is."""
-        if self.waits_for_trees or not self.async_scheduling:
+        wanted = self.async_scheduling == "on" or (
+            self.async_scheduling == "auto" and self.platform == "tpu"
+        )
+        if self.waits_for_trees or not wanted:
             return 0
         return 1 if self.drafting == "none" else MAX_CANDIDATES
 

@@ -207,8 +207,11 @@ SMALL_STEPS = ("--max-sequences=4", "--max-prefill-tokens=16", "--max-step-token
 
 @pytest.fixture(scope="module")
 def own_stack(model: Path, head: Path) -> Iterator[Stack]:
-    """In which no round waits for its tree. The test of SIGTERM ends it."""
-    flags = {"verify": (*SMALL_STEPS, "--drafting=ahead"), "draft": ("--draft-ahead",)}
+    """In which no round waits for its tree, nor a step for the host. The test of SIGTERM ends
+    it.
+    """
+    verify = (*SMALL_STEPS, "--drafting=ahead", "--async-scheduling=on")
+    flags = {"verify": verify, "draft": ("--draft-ahead",)}
     with Stack(StackSettings(model=model, head=head, flags=flags, show_logs=False)) as running:
         yield running
 
