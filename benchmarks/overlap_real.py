@@ -72,7 +72,7 @@ def run_real(scenario: Scenario, way: Drafting | None, num_tokens: int) -> list[
         write_model(model)
         write_scenario(model / "scenario.json", scenario, way)
         common = ["--scenario", str(model / "scenario.json"), "--port", "0"]
-        common += ["--log-level", "warning"]
+        common += ["--log-level", "warning", "--drain-seconds", "2"]  # clients leave in mid-answer
         verify_flags = ["verify", *common, "--model", str(model), "--record", str(record)]
         draft_flags = ["draft", *common, "--head", str(model), "--target", str(model)]
         with (
