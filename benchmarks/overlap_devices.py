@@ -7,7 +7,7 @@ A sequence's number is its request's seed. The target tells it to the head with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,8 +34,21 @@ class SimulatedTarget:
     def run(self, works: Sequence[SequenceWork]) -> tuple[list[SequenceOutcome], float]:
         """The outcomes, and the seconds that they take."""
         outcomes = [_walk(self._texts[work.sampling.seed], work) for work in works]
+        return outcomes, self.seconds(works)
+
+    def seconds(self, works: Sequence[SequenceWork]) -> float:
         num_rows = sum(work.num_rows for work in works)
-        return outcomes, self._costs.verify_seconds(num_rows, len(works))
+        return self._costs.verify_seconds(num_rows, len(works))
+
+    def follow(self, work: SequenceWork, before: SequenceOutcome) -> SequenceOutcome:
+        """Of a round that was launched behind another, now that this has ended."""
+        assert work.follows is not None
+        chosen = work.follows.choose(before.tokens.tolist())
+        known = replace(
+            work, tokens=chosen.tree.tokens, parents=chosen.tree.parents, follows=None,
+            kv_len=work.kv_len + before.num_emitted,
+        )  # fmt: skip
+        return replace(_walk(self._texts[work.sampling.seed], known), chosen=chosen)
 
 
 def _walk(text: SimulatedText, work: SequenceWork) -> SequenceOutcome:

@@ -65,7 +65,9 @@ class Step:
     num_ahead: int  # rounds with nodes of a tree ahead
 
 
-def run_real(scenario: Scenario, way: Drafting | None, num_tokens: int) -> list[Step]:
+def run_real(
+    scenario: Scenario, way: Drafting | None, num_tokens: int, scheduling: str = "off"
+) -> list[Step]:
     """The steps of three processes, until one of the sequences has so many tokens."""
     with tempfile.TemporaryDirectory() as folder:
         model, record = Path(folder), Path(folder) / "steps.json"
@@ -74,6 +76,7 @@ def run_real(scenario: Scenario, way: Drafting | None, num_tokens: int) -> list[
         common = ["--scenario", str(model / "scenario.json"), "--port", "0"]
         common += ["--log-level", "warning", "--drain-seconds", "2"]  # clients leave in mid-answer
         verify_flags = ["verify", *common, "--model", str(model), "--record", str(record)]
+        verify_flags += ["--async-scheduling", scheduling]
         draft_flags = ["draft", *common, "--head", str(model), "--target", str(model)]
         with (
             process("benchmarks.overlap_services", verify_flags) as verify,
@@ -176,9 +179,11 @@ def figures(tally: Tally) -> dict[str, float]:
     }
 
 
-def compare(scenario: Scenario, way: Drafting | None, num_tokens: int) -> dict[str, Any]:
+def compare(
+    scenario: Scenario, way: Drafting | None, num_tokens: int, scheduling: str = "off"
+) -> dict[str, Any]:
     """One batch, real and simulated with as many steps."""
-    steps = run_real(scenario, way, num_tokens)
+    steps = run_real(scenario, way, num_tokens, scheduling)
     gap = OPEN_GAP if scenario.batch > 1 else 0.0
     stated = replace(scenario, num_steps=len(steps), open_gap=gap)
     root_turn, tree_turn = turns_of(scenario, steps)
@@ -209,7 +214,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     way = None if args.way == "auto" else Drafting[args.way.upper()]
     cells = []
     for batch in map(int, args.batch):
-        each = compare(replace(scenario, batch=batch), way, args.tokens)
+        each = compare(replace(scenario, batch=batch), way, args.tokens, args.async_scheduling)
         cells.append(each)
         for name in ("real", "simulated", "stated"):
             values = "  ".join(f"{key} {value}" for key, value in each[name].items())
@@ -227,6 +232,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "max_nodes": args.max_nodes,
         "rtt_ms": args.rtt_ms,
         "way": args.way,
+        "async_scheduling": args.async_scheduling,
         "cells": cells,
     }  # fmt: skip
 
@@ -243,6 +249,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rtt-ms", type=float, default=10.0, help="[%(default)s]")
     ways = ["auto", *(way.name.lower() for way in Drafting)]
     parser.add_argument("--way", choices=ways, default="auto", help="[%(default)s]")
+    parser.add_argument(
+        "--async-scheduling", choices=["on", "off"], default="off", help="of verify [%(default)s]"
+    )
     parser.add_argument("--batch", type=numbers, default=[1, 2, 4])
     parser.add_argument("--chances", type=numbers, default=[0.8, 0.78, 0.76, 0.74, 0.72, 0.7])
     parser.add_argument("--tokens", type=int, default=400, help="of a sequence [%(default)s]")

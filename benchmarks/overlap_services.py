@@ -19,8 +19,9 @@ import asyncio
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ from verify_service.info import VerifyInfo
 from verify_service.loop import VerifyLoop
 from verify_service.machine import VerifyMachine
 from verify_service.main import VerifyService
-from verify_service.step import SequenceOutcome, SequenceWork
+from verify_service.step import Launched, SequenceOutcome, SequenceWork
 
 VOCAB_SIZE = 256  # the router's toy tokenizer; the text uses the first few
 PAGE_SIZE = 64
@@ -72,21 +73,44 @@ def read_scenario(path: Path) -> tuple[Scenario, Drafting | None]:
 
 
 class SleepingTarget:
-    """Implements `verify_service.step.VerifyEngine`."""
+    """Implements `verify_service.step.AheadEngine`: a step begins when the one before has ended,
+    wherever the host is by then.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self._target = SimulatedTarget(scenario)
+        self._launched: deque[tuple[float, float]] = deque()  # begun, ends
+        self._ends = 0.0  # all that was launched
+        self._last: dict[int, SequenceOutcome] = {}  # of the step that ended last, by slot
         self.steps: list[list[float]] = []
 
     def run(self, works: Sequence[SequenceWork]) -> list[SequenceOutcome]:
-        begun = time.perf_counter()
-        outcomes, seconds = self._target.run(works)
-        _sleep_until(begun + seconds)
-        slept = time.perf_counter() - begun
+        return self.finish(self.launch(works))
+
+    def launch(self, works: Sequence[SequenceWork]) -> Launched:
+        begun = max(time.perf_counter(), self._ends)
+        self._ends = begun + self._target.seconds(works)
+        self._launched.append((begun, self._ends))
+        return Launched(works, len(self.steps) + len(self._launched))
+
+    def finish(self, launched: Launched) -> list[SequenceOutcome]:
+        begun, ends = self._launched.popleft()
+        outcomes = [self._outcome(work) for work in launched.works]
+        _sleep_until(ends)
+        if not self._launched:
+            self._ends = ends = time.perf_counter()  # a sleep may last longer
+        self._last = {
+            work.slot: outcome for work, outcome in zip(launched.works, outcomes, strict=True)
+        }
         emitted = sum(outcome.num_emitted for outcome in outcomes)
         nodes = sum(outcome.num_nodes for outcome in outcomes)
-        self.steps.append([begun, slept, len(works), emitted, nodes, 0, 0])
+        self.steps.append([begun, ends - begun, len(outcomes), emitted, nodes, 0, 0])
         return outcomes
+
+    def _outcome(self, work: SequenceWork) -> SequenceOutcome:
+        if work.follows is not None:
+            return self._target.follow(work, self._last[work.slot])
+        return self._target.run([work])[0][0]
 
 
 class SleepingHead:
@@ -137,7 +161,11 @@ class SleepingVerify(VerifyService):
 
     async def start(self, health: Health) -> None:
         s = self._scenario
-        limits = verify_limits(s, VOCAB_SIZE, PAGE_SIZE)
+        most = self._settings.max_ahead_nodes
+        limits = replace(
+            verify_limits(s, VOCAB_SIZE, PAGE_SIZE), max_ahead_nodes=most,
+            max_unacknowledged=3 if most else 2,
+        )  # fmt: skip
         gate = DraftGate() if self._way is None else FixedWay(self._way)
         loop = VerifyLoop(
             VerifyMachine(limits, TreeBudget(s.costs.curve(), s.depth), gate),
