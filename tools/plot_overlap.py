@@ -43,8 +43,9 @@ def title(run: Mapping[str, Any]) -> str:
 
 def picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure, panels = plt.subplots(
-        1, len(runs), figsize=(4.6 * len(runs), 4.2), sharey=True, squeeze=False
-    )
+        1, len(runs), figsize=(4.2 * len(runs) + 2.4, 4.2), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
     for panel, run in zip(panels[0], runs, strict=True):
         batches = sorted({cell["batch"] for cell in run["cells"]})
         for number, batch in enumerate(batches):
@@ -60,8 +61,9 @@ def picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
         panel.set_xlabel("round trip to the draft, ms")
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("tokens/s over root-only (SIMULATED)")
-    panels[0][-1].legend(fontsize=7)
-    figure.tight_layout()
+    fullest = max(panels[0], key=lambda panel: len(panel.lines))
+    handles, labels = fullest.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=7)
     figure.savefig(path, dpi=110)
 
 
