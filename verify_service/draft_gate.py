@@ -11,7 +11,7 @@ rounds that find no tree. Nothing is modelled, only measured.
 A rate says little about another load, so they are kept per doubling of the sequences on the
 device; a load not met before begins with what its neighbour knows, which new rounds soon outweigh.
 
-Ways that are not used are not learnt of. So a share of all seconds is put aside, and when that
+Each way is tried twice first. Ways that are not used are not learnt of later. So a share of all seconds is put aside, and when that
 pays for what a try is expected to lose, all sequences take another way for a few rounds, which then
 weigh at least a quarter of all that was known of it, and a few more as long as these say that it is
 the best now; the others take turns. This bounds what probing costs, and it is the way back when the
@@ -33,6 +33,7 @@ PROBE_SHARE = 0.005
 EARLY_PROBE_SHARE = 0.02  # while little is known: a first judgement is of few rounds
 EARLY_ROUNDS = 256  # at a load
 LEAST_PROBE_ROUNDS = 32
+FIRST_TRIES = 2  # of each way: when the first are made, caches are cold and levels not learnt
 MOST_KNOWN = 4  # probes that what is known of a way weighs at most where it is tried again
 PROBE_ROUNDS_PER_SEQUENCE = 2
 SETTLING_ROUNDS_PER_SEQUENCE = 5  # before trees ahead arrive as they will; not counted
@@ -74,6 +75,7 @@ class _Load:
     saved_seconds: float = 0.0  # sequence-seconds, for the next probe
     num_rounds: int = 0
     tried: list[Drafting] = field(default_factory=list)  # ways, the one tried last at the end
+    num_tries: dict[Drafting, int] = field(default_factory=dict)
 
 
 class DraftGate:
@@ -128,14 +130,15 @@ class DraftGate:
             if way is not self._way and (self._offers_ahead or way is not Drafting.AHEAD)
         ]
         here = load.rates[self._way]
-        unknown = [way for way in others if not load.rates[way].rounds]
+        unknown = [way for way in others if load.num_tries.get(way, 0) < FIRST_TRIES]
         best = max(others, key=lambda way: load.rates[way].value)
         # The one that was not tried for longest.
         next_try = min(others, key=lambda way: _turn(load.tried, way))
         settling = _settling(next_try, num_sequences)
         if unknown:
             if here.rounds >= probe or load.tried:
-                self._begin_probe(load, unknown[0], probe, num_sequences)
+                first = min(unknown, key=lambda way: load.num_tries.get(way, 0))
+                self._begin_probe(load, first, probe, num_sequences)
         elif load.rates[best].value > here.value:
             if ended and self._probe.value > load.rates[best].value:
                 self._probe_left, self._probe = probe, _Rate()  # is it so much better by now?
@@ -153,6 +156,7 @@ class DraftGate:
         self._take(way, num_sequences)
         self._probe_left, self._probe = num_rounds, _Rate()
         load.rates[way] = load.rates[way].weighing(MOST_KNOWN * num_rounds)
+        load.num_tries[way] = load.num_tries.get(way, 0) + 1
         load.tried = [*(each for each in load.tried if each is not way), way]
         self.num_probes += 1
 
@@ -166,9 +170,10 @@ class DraftGate:
         key = num_sequences.bit_length()
         if key not in self._loads:
             nearest = min(self._loads, key=lambda known: abs(known - key), default=None)
-            rates = self._loads[nearest].rates if nearest is not None else {}
+            near = self._loads[nearest] if nearest is not None else _Load({})
             self._loads[key] = _Load(
-                {way: rates.get(way, _Rate()).weighing(INHERITED_ROUNDS) for way in Drafting}
+                {way: near.rates.get(way, _Rate()).weighing(INHERITED_ROUNDS) for way in Drafting},
+                num_tries=dict(near.num_tries) or {self._way: 1},
             )
         return self._loads[key]
 

@@ -99,7 +99,7 @@ def test_the_gate_takes_the_best_way_at_each_distance() -> None:
 def test_speculation_never_loses_to_plain_decoding(costs: Costs, batch: int, rtt: float) -> None:
     scenario = replace(
         SCENARIO, costs=costs, batch=batch, rtt=rtt, depth=6, max_nodes=40,
-        num_steps=max(320, 1600 // batch),
+        num_steps=max(400, 2400 // batch),
     )  # fmt: skip
     root_only = batch / costs.verify_seconds(batch, batch)
     for ahead in (False, True):
