@@ -11,14 +11,14 @@ rounds that find no tree. Nothing is modelled, only measured.
 A rate says little about another load, so they are kept per doubling of the sequences on the
 device; a load not met before begins with what its neighbour knows, which new rounds soon outweigh.
 
-Each way is tried twice first. Ways that are not used are not learnt of later. So a share of all seconds is put aside, and when that
-pays for what a try is expected to lose, all sequences take another way for a few rounds, which then
-weigh at least a quarter of all that was known of it, and a few more as long as these say that it is
-the best now; the others take turns. This bounds what probing costs, and it is the way back when the
-text, the draft or the load has changed, or a first judgement was wrong. Rounds differ by more
-tokens than ways do by rate, so a try of a few rounds would tell nothing; nor do the first with
-trees ahead: none has come yet, and how many levels come in time is still learnt
-(draft_service/levels.py).
+At first each way is tried twice. Later, ways that are not used are not learnt of. So a share of all
+seconds is put aside, and when that pays for what a try is expected to lose, all sequences take
+another way for a few rounds, which then weigh at least a quarter of all that was known of it, and a
+few more as long as these say that it is the best now; the others take turns. This bounds what
+probing costs, and it is the way back when the text, the draft or the load has changed, or a first
+judgement was wrong. Rounds differ by more tokens than ways do by rate, so a try of a few rounds
+would tell nothing; nor do the first with trees ahead: none has come yet, and how many levels come
+in time is still learnt (draft_service/levels.py).
 
 Deterministic, without a clock.
 """
