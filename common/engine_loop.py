@@ -117,13 +117,18 @@ class StepClock:
     """How long steps take, and how long the host needs to launch one: when to plan the next.
 
     Of steps of about as many rows. Where a step had ended before anybody waited for it, its seconds
-    are only known to be fewer: then less is believed from then on.
+    are only known to be fewer: then less is believed from then on, and ever less the more such
+    steps come in a row, for until then the device idles. So a step that was slow once, as a first
+    one or on a busy host may be, is soon forgotten.
     """
 
     MARGIN_SECONDS = 0.0005
+    LATE_SHARE = 0.1  # that is taken off for the first step in a row that had ended
+    MOST_OF_KNOWN = 4.0  # a longer step was not the device's doing
 
     def __init__(self) -> None:
         self._step_seconds: dict[int, float] = {}  # by halvings of the rows
+        self._num_late: dict[int, int] = {}  # of the same, in a row
         self._launch_seconds = 0.0
 
     def note_launch(self, seconds: float) -> None:
@@ -135,8 +140,12 @@ class StepClock:
         key = num_rows.bit_length()
         known = self._step_seconds.get(key, seconds)
         if waited_seconds < self.MARGIN_SECONDS / 2:
-            self._step_seconds[key] = 0.9 * min(known, seconds)
+            late = self._num_late[key] = self._num_late.get(key, 0) + 1
+            off = min(1.0, self.LATE_SHARE * 2.0 ** min(late - 1, 8))
+            self._step_seconds[key] = (1.0 - off) * min(known, seconds)
         else:
+            self._num_late[key] = 0
+            seconds = min(seconds, self.MOST_OF_KNOWN * known) if known else seconds
             weight = 1 / 2 if seconds < known else 1 / 8
             self._step_seconds[key] = known + weight * (seconds - known)
 

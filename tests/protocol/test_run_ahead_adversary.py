@@ -35,9 +35,10 @@ likely = st.sampled_from([True, True, True, False])
 
 @dataclass
 class RunningSequence(RouterSequence):
-    """Verify begins its rounds itself. `stops`: at such tokens."""
+    """Verify begins its rounds itself. `stops`: at such tokens. `fork_of`: another choice."""
 
     stops: tuple[int, ...] = ()
+    fork_of: bytes = b""
 
     @property
     def is_complete(self) -> bool:
@@ -46,7 +47,10 @@ class RunningSequence(RouterSequence):
         return stopped or super().is_complete
 
     def open(self) -> Command:
-        return replace(super().open(), runs_on=True, draft_ahead=True, stop_tokens=self.stops)
+        base = super().open()
+        return replace(
+            base, runs_on=True, draft_ahead=True, stop_tokens=self.stops, fork_of=self.fork_of
+        )
 
     def take(self, event: Event, stream: int) -> None:
         if isinstance(event, Failed) and event.message.startswith(FAR_FETCHED):
@@ -104,6 +108,21 @@ class AheadAdversary(Adversary):
         )  # fmt: skip
         self.sequences.append(sequence)
         self.send(sequence, sequence.open())
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data(), seed=st.integers(0, 1), more=st.sampled_from([1, 10, 20]))
+    def fork(self, data: st.DataObject, seed: int, more: int) -> None:
+        """A further choice: its rows are those of a sequence that goes on meanwhile."""
+        first = self.pick(data)
+        if len(self.live()) >= 5:
+            return
+        choice = replace(
+            first, sequence_id=len(self.sequences).to_bytes(16, "big"), seed=seed, epoch=1, round=0,
+            tokens=list(first.prompt), max_total=min(48, len(first.prompt) + more), must_open=True,
+            rolling=False, features={}, fork_of=first.sequence_id,
+        )  # fmt: skip
+        self.sequences.append(choice)
+        self.send(choice, choice.open())
 
     @precondition(lambda self: self.live())
     @rule(data=st.data(), back=st.integers(0, 3))

@@ -179,3 +179,23 @@ def test_the_step_behind_is_left_open_until_just_before_the_first_ends() -> None
     # It had ended when it was looked at: how much earlier, nobody knows.
     clock.note_step(8, 0.032, waited_seconds=0.0)
     assert clock.spare_seconds(8, 10.0, 10.001) < spare - 0.002
+
+
+def idle_after(clock: StepClock, step_seconds: list[float]) -> float:
+    """What the device idles in all, if each step's successor is planned when the clock says."""
+    idle = 0.0
+    for seconds in step_seconds:
+        planned = max(0.0, clock.spare_seconds(8, 0.0, 0.0))
+        found = max(seconds, planned)
+        clock.note_step(8, found, waited_seconds=found - planned)
+        idle += found - seconds
+    return idle
+
+
+def test_one_slow_step_is_soon_forgotten() -> None:
+    calm = [0.010] * 60
+    assert idle_after(StepClock(), [1.0, *calm]) < 3.5, "a first one, with nothing to compare"
+    clock = StepClock()
+    assert idle_after(clock, calm) == 0.0
+    assert idle_after(clock, [10.0, *calm]) < 0.010
+    assert clock.spare_seconds(8, 0.0, 0.0) > 0.005, "what steps take is known as before"
