@@ -239,8 +239,21 @@ class Run:
             self._router_hears_verify(said, rows, now)
 
     def _verify_steps(self, now: float) -> None:
-        if self._verify_busy or (self._s.one_device and self._draft_busy):
-            return
+        if self._s.one_device:
+            self._at(now, self._share_device)
+        elif not self._verify_busy:
+            self._verify_step(now)
+
+    def _share_device(self, now: float) -> None:
+        """One device: when all that is said now has been heard, drafts go first, so that sequences
+        that came apart are verified together.
+        """
+        if not (self._verify_busy or self._draft_busy):
+            self._draft_step(now)
+            if not self._draft_busy:
+                self._verify_step(now)
+
+    def _verify_step(self, now: float) -> None:
         if not self._verify.has_ready:
             return
         until = self._verify.wait_until(now, now)
@@ -266,8 +279,6 @@ class Run:
         done = [event for event in said if isinstance(event, RoundDone)]
         self._steps.append(_Step(begun, now - begun, done, self._draft_seconds))
         self._verify_says(said, now)
-        if self._s.one_device:
-            self._draft_steps(now)
         self._verify_steps(now)
 
     # -- the draft
@@ -291,8 +302,12 @@ class Run:
             self._at(now + self._way(), lambda later: self._router_hears_draft(said, later))
 
     def _draft_steps(self, now: float) -> None:
-        if self._draft_busy or (self._s.one_device and self._verify_busy):
-            return
+        if self._s.one_device:
+            self._at(now, self._share_device)
+        elif not self._draft_busy:
+            self._draft_step(now)
+
+    def _draft_step(self, now: float) -> None:
         plan = self._draft.plan(now)
         self._draft_says(plan.events, now)
         if not plan.works:
@@ -312,8 +327,6 @@ class Run:
         self._draft_busy = False
         self._draft_says(self._draft.retire(works, outcomes, now, seconds), now)
         self._draft_steps(now)
-        if self._s.one_device:
-            self._verify_steps(now)
 
     def _tally(self) -> Tally:
         tally, warm = Tally(), self._s.num_steps // 4

@@ -64,6 +64,9 @@ def test_one_device_drafts_and_verifies_in_turn() -> None:
     alone = replace(SCENARIO, rtt=0.0, one_device=True)
     tally = Run(alone, Drafting.SYNCHRONOUS, budget=False, ahead=False).run()
     assert tally.step_over_verify(50) == pytest.approx((12 + 3) / 12)
+    apart = replace(alone, batch=8, open_gap=1e-3, num_steps=200)
+    together = Run(apart, ahead=False).run()
+    assert together.rounds / len(together.intervals) > 7, "one device has no use for groups"
 
 
 def test_draft_ahead_never_waits_and_finds_trees_that_come_in_time() -> None:
