@@ -59,6 +59,7 @@ class Stepper:
         self._registry = registry
         self._residency = residency
         self._budget, self._gate = budget, gate
+        self._advice = gate.drafting  # with the results of the last step
         self._in_flight = InFlight()
         self._followers = Followers(limits, residency, gate, self._in_flight)
         self._num_steps = 0
@@ -146,8 +147,10 @@ class Stepper:
         unpicked = list[VerifySequence]()
         verified: list[tuple[PendingRound, Int32Array]] = []
         self._retired_at = now
-        # One advice for all of a step: sequences that go together go on together.
         self._gate.offer_ahead(any(sequence.draft_ahead for sequence in self._residency))
+        # For all of a step, though its rounds may change the gate's mind: sequences that go
+        # together go on together.
+        self._advice = self._gate.drafting
         for work, outcome in zip(works, outcomes, strict=True):
             launched = self._in_flight.land(work)
             sequence = launched.sequence
@@ -187,7 +190,7 @@ class Stepper:
     ) -> Event:
         """The round's result. The next one begins, or goes on where it was launched already."""
         sequence = launched.sequence
-        result = result_of(launched, round_, outcome, step_seconds, self._gate.drafting)
+        result = result_of(launched, round_, outcome, step_seconds, self._advice)
         behind = self._in_flight.behind(sequence)
         if behind is not None:
             begins = not behind.is_void and not self._has_ended(sequence, result)
@@ -342,7 +345,7 @@ class Stepper:
         round_, ahead = sequence.pending, sequence.ahead
         if round_ is None or not round_.is_own:
             return
-        if self._gate.drafting is not Drafting.AHEAD or not sequence.draft_ahead:
+        if self._advice is not Drafting.AHEAD or not sequence.draft_ahead:
             return
         self._count_ahead(ahead is not None)
         if ahead is None:

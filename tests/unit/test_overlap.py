@@ -89,6 +89,15 @@ def test_the_gate_takes_the_best_way_at_each_distance() -> None:
         assert Run(there).run().rate > 0.95 * Run(there, best).run().rate
 
 
+def test_a_batch_stays_together_when_the_gate_changes_its_mind() -> None:
+    run = Run(replace(SCENARIO, batch=16, num_steps=120), ahead=True)
+    tally = run.run()
+    advice = [{event.result.drafting for event in step.done} for step in run._steps if step.done]
+    assert {*Drafting} == set.union(*advice), "it has tried all ways"
+    assert max(map(len, advice)) == 1, "one advice for all of a step"
+    assert tally.rounds / len(tally.intervals) > 15
+
+
 @pytest.mark.parametrize(
     ("costs", "batch", "rtt"),
     [
