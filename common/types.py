@@ -91,21 +91,48 @@ class DraftTree:
         """The tree of the node that `tokens` lead to from the root, with scores from there on; None
         if they lead out of the tree.
         """
-        node = 0
-        for token in tokens:
-            children = np.flatnonzero((self.parents == node) & (self.tokens == token))
-            if not children.size:
-                return None
-            node = int(children[0])
-        hangs = np.zeros(self.num_nodes, np.bool_)
-        hangs[node] = True
+        node = self.node_at(tokens)
+        return None if node < 0 else self.subtree(self.nodes_below(node, _MANY, _MANY))
+
+    def node_at(self, path: Sequence[int]) -> int:
+        """The first node whose path below the root spells `path`; 0 for an empty one, -1 for none.
+        Among equal siblings it is one that the path goes on from.
+        """
+        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        length = len(path)
+        reached = {0: 0}  # nodes on the way -> how many of the tokens lead there
+        if not length:
+            return 0
+        for node in range(1, len(tokens)):
+            depth = reached.get(parents[node])
+            if depth is not None and depth < length and tokens[node] == path[depth]:
+                if depth + 1 == length:
+                    return node
+                reached[node] = depth + 1
+        return -1
+
+    def nodes_below(self, root: int, max_nodes: int, max_depth: int) -> Int32Array:
+        """int32: `root`, then the first nodes that descend from it, in order and at most
+        `max_nodes` with it, no deeper than `max_depth` below it.
+        """
+        depths = {root: 0}
         parents = self.parents.tolist()
-        for later in range(node + 1, self.num_nodes):
-            hangs[later] = hangs[parents[later]]
-        tree = self._of(np.flatnonzero(hangs))
+        for node in range(root + 1, len(parents)):
+            if len(depths) >= max_nodes:
+                break
+            above = depths.get(parents[node])
+            if above is not None and above < max_depth:
+                depths[node] = above + 1
+        return np.array([*depths], np.int32)
+
+    def subtree(self, nodes: Int32Array) -> DraftTree:
+        """Those nodes, rising, as a tree of their own; the first is above all others, and scores
+        count from there.
+        """
+        tree = self._of(nodes)
         return DraftTree(tree.tokens, tree.parents, tree.scores - tree.scores[0])
 
-    def _of(self, nodes: npt.NDArray[np.int64]) -> DraftTree:
+    def _of(self, nodes: npt.NDArray[np.integer]) -> DraftTree:
         """`nodes`, rising, each with its parent but perhaps the first; parents renumbered."""
         renumbered = np.full(self.num_nodes + 1, -1, np.int32)  # the last slot serves parent -1
         renumbered[nodes] = np.arange(nodes.size, dtype=np.int32)

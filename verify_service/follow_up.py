@@ -46,11 +46,11 @@ class FollowUp:
 
     def choose(self, emitted: Sequence[int]) -> Chosen:
         """The tree of the round that follows one that emitted these tokens, at least one."""
-        root = node_at(self.tree, emitted)
+        root = self.tree.node_at(emitted)
         if root < 0:
             return Chosen(DraftTree.root_only(emitted[-1]), np.full(1, -1, np.int32))
-        nodes = nodes_below(self.tree, root, self.num_rows, self.max_depth)
-        return Chosen(tree_of(self.tree, nodes), nodes)
+        nodes = self.tree.nodes_below(root, self.num_rows, self.max_depth)
+        return Chosen(self.tree.subtree(nodes), nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,50 +61,6 @@ class Chosen:
 
     tree: DraftTree
     nodes: Int32Array
-
-
-def node_at(tree: DraftTree, path: Sequence[int]) -> int:
-    """The first node whose path below the root spells `path`; 0 for an empty one, -1 for none."""
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    length = len(path)
-    reached = {0: 0}  # nodes on the way -> how many of the tokens lead there
-    if not length:
-        return 0
-    for node in range(1, len(tokens)):
-        depth = reached.get(parents[node])
-        if depth is not None and depth < length and tokens[node] == path[depth]:
-            if depth + 1 == length:
-                return node
-            reached[node] = depth + 1
-    return -1
-
-
-def nodes_below(tree: DraftTree, root: int, max_nodes: int, max_depth: int) -> Int32Array:
-    """int32: `root`, then the first nodes that descend from it, in order and at most `max_nodes`
-    with it, no deeper than `max_depth` below it.
-    """
-    depths = {root: 0}
-    parents = tree.parents.tolist()
-    for node in range(root + 1, len(parents)):
-        if len(depths) >= max_nodes:
-            break
-        above = depths.get(parents[node])
-        if above is not None and above < max_depth:
-            depths[node] = above + 1
-    return np.array([*depths], np.int32)
-
-
-def tree_of(tree: DraftTree, nodes: Int32Array) -> DraftTree:
-    """Those nodes as a tree of their own, the first being its root and above all others; scores
-    count from there.
-    """
-    number = {node: i for i, node in enumerate(nodes.tolist())}
-    parents = [number[parent] for parent in tree.parents[nodes[1:]].tolist()]
-    return DraftTree(
-        tokens=tree.tokens[nodes],
-        parents=np.array([-1, *parents], np.int32),
-        scores=tree.scores[nodes] - tree.scores[nodes[0]],
-    )
 
 
 def places_of(tree: DraftTree) -> tuple[list[int], list[int], list[int]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from common.types import Drafting, DraftTree, Float32Array, Int32Array, TreeShape
-from verify_service.follow_up import FollowUp, tree_of
+from verify_service.follow_up import FollowUp
 from verify_service.sequences import NOT_AHEAD, AheadTree, Float64Array, PendingRound
 
 LEAST_CHANCE = 1e-30
@@ -59,7 +59,7 @@ class FollowingRound:
             max_nodes=min(max_rows, ahead.most.max_nodes),
         )
         nodes, row_of = _candidates(ahead.tree, verified, most, max_nodes)
-        tree = tree_of(ahead.tree, nodes)
+        tree = ahead.tree.subtree(nodes)
         way = Drafting.AHEAD
         return FollowingRound(tree, row_of, most.max_depth, way, ahead.kv_len, ahead.stem)
 

@@ -13,7 +13,7 @@ import pytest
 
 from common.types import DraftTree, SamplingParams
 from verify_service.batch import BatchShape, Bucket, pack
-from verify_service.follow_up import Chosen, FollowUp, node_at, nodes_below, places_of
+from verify_service.follow_up import Chosen, FollowUp, places_of
 from verify_service.resolve import LastRound, resolve
 from verify_service.step import SequenceWork
 
@@ -58,9 +58,9 @@ def test_of_equal_siblings_the_first_with_the_whole_path_counts() -> None:
         np.array([1, 5, 5, 7, 8], np.int32), np.array([-1, 0, 0, 2, 1], np.int32),
         np.zeros(5, np.float32),
     )  # fmt: skip
-    assert node_at(twins, [5]) == 1
-    assert node_at(twins, [5, 7]) == 3
-    assert nodes_below(twins, 1, 9, 9).tolist() == [1, 4]
+    assert twins.node_at([5]) == 1
+    assert twins.node_at([5, 7]) == 3
+    assert twins.nodes_below(1, 9, 9).tolist() == [1, 4]
 
 
 def test_places_in_a_walk() -> None:
