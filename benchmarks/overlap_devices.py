@@ -7,7 +7,7 @@ A sequence's number is its request's seed. The target tells it to the head with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -79,12 +79,6 @@ def _walk(text: SimulatedText, work: SequenceWork) -> SequenceOutcome:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    outcomes: list[draft_step.SequenceOutcome]
-    seconds: float
-
-
 class SimulatedHead:
     """A dispatch for each level, the first of which also reads the new pairs."""
 
@@ -92,18 +86,21 @@ class SimulatedHead:
         self._s = scenario
         self._texts = [scenario.text(i) for i in range(scenario.batch)]
 
-    def run(self, works: Sequence[draft_step.SequenceWork]) -> Drafted:
+    def run(
+        self, works: Sequence[draft_step.SequenceWork]
+    ) -> tuple[list[draft_step.SequenceOutcome], float]:
+        """The outcomes, and the seconds that they take."""
         costs = self._s.costs
         first = costs.draft_seconds(sum(work.num_rows for work in works))
         if not works[0].drafts:
-            return Drafted([draft_step.SequenceOutcome(tree=None) for _ in works], first)
+            return [draft_step.SequenceOutcome(tree=None) for _ in works], first
         width = self._s.draft_width(len(works), ahead=works[0].ahead)
         trees = [self._tree(work, width) for work in works]
         num_levels = self._num_levels(works, trees, width)
         each = costs.draft_seconds(width * len(works))
         cut = [tree.within_depth(num_levels) for tree in trees]
         outcomes = [draft_step.SequenceOutcome(tree=tree) for tree in cut]
-        return Drafted(outcomes, first + (num_levels - 1) * each)
+        return outcomes, first + (num_levels - 1) * each
 
     def _tree(self, work: draft_step.SequenceWork, width: int) -> DraftTree:
         """Of the engine's full shape."""

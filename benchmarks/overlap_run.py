@@ -58,8 +58,7 @@ def draft_limits(
     scenario: Scenario, vocab_size: int, page_size: int = PAGE_SIZE, *, ahead: bool
 ) -> DraftLimits:
     """With `ahead`, trees ahead are grown."""
-    s, most = scenario, scenario.ahead
-    shape = TreeShape(max_depth=most.max_depth, top_k=most.top_k, max_nodes=most.max_nodes)
+    s = scenario
     return DraftLimits(
         vocab_size=vocab_size, feature_size=FEATURES, max_context_len=MAX_CONTEXT, tree=s.tree,
         max_sequences=s.batch, page_size=page_size,
@@ -67,7 +66,9 @@ def draft_limits(
         # What a round can emit, and the round before it, on the way together.
         max_draft_rows=2 * (s.depth + 1), max_extend_rows=512, prefix_cache=False,
         level_seconds=s.level_seconds(ahead=False),
-        ahead=shape if ahead else None,
+        ahead=replace(
+            TreeShape.unbounded(), max_depth=s.ahead_depth, max_nodes=s.ahead_nodes
+        ) if ahead else None,
         ahead_level_seconds=s.level_seconds(ahead=True) if ahead else (),
     )  # fmt: skip
 
@@ -313,13 +314,13 @@ class Run:
         if not plan.works:
             return
         self._draft_busy = True
-        drafted = self._head.run(plan.works)
-        self._draft_seconds += drafted.seconds
+        outcomes, seconds = self._head.run(plan.works)
+        self._draft_seconds += seconds
 
         def retire(end: float) -> None:
-            self._drafted(plan.works, drafted.outcomes, drafted.seconds, end)
+            self._drafted(plan.works, outcomes, seconds, end)
 
-        self._at(now + drafted.seconds, retire)
+        self._at(now + seconds, retire)
 
     def _drafted(
         self, works: Sequence[DraftWork], outcomes: Sequence[Any], seconds: float, now: float

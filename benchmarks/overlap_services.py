@@ -121,9 +121,9 @@ class SleepingHead:
 
     def run(self, works: Sequence[draft_step.SequenceWork]) -> list[draft_step.SequenceOutcome]:
         begun = time.perf_counter()
-        drafted = self._head.run(works)
-        _sleep_until(begun + drafted.seconds)
-        return drafted.outcomes
+        outcomes, seconds = self._head.run(works)
+        _sleep_until(begun + seconds)
+        return outcomes
 
 
 class DistantDraftLoop(DraftLoop):
@@ -161,11 +161,10 @@ class SleepingVerify(VerifyService):
 
     async def start(self, health: Health) -> None:
         s = self._scenario
-        most = self._settings.max_ahead_nodes
         limits = replace(
-            verify_limits(s, VOCAB_SIZE, PAGE_SIZE), max_ahead_nodes=most,
-            max_unacknowledged=3 if most else 2,
-        )  # fmt: skip
+            verify_limits(s, VOCAB_SIZE, PAGE_SIZE),
+            max_ahead_nodes=self._settings.max_ahead_nodes,
+        )
         gate = DraftGate() if self._way is None else FixedWay(self._way)
         loop = VerifyLoop(
             VerifyMachine(limits, TreeBudget(s.costs.curve(), s.depth), gate),

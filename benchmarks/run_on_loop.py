@@ -55,7 +55,6 @@ def limits_for(engine: DeviceEngine, *, ahead: bool) -> VerifyLimits:
         num_pages=config.num_pages,
         max_step_tokens=config.max_rows,
         max_prefill_tokens=max(1, config.max_rows - config.max_sequences),
-        max_unacknowledged=3 if ahead else 2,
         max_ahead_nodes=config.max_ahead_nodes if ahead else 0,
         prefix_cache=False,
     )

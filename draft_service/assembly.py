@@ -23,7 +23,6 @@ from draft_service.info import DraftInfo
 from draft_service.int8 import quantise
 from draft_service.levels import LevelSeconds
 from draft_service.limits import DraftLimits
-from draft_service.sizes import MAX_WIDTH
 from kernels.backend import backend_for_platform
 from kernels.chips import chip_by_name
 from kernels.cpu_matmul.api import is_available
@@ -191,15 +190,16 @@ def _level_seconds(config: DraftConfig, engine: DeviceEngine, *, ahead: bool) ->
     return found
 
 
+def _most_ahead(config: DraftConfig) -> TreeShape:
+    """What may be sent of them; children are as many as the engine grows."""
+    unbounded = TreeShape.unbounded()
+    return replace(unbounded, max_depth=config.ahead_depth, max_nodes=config.ahead_nodes)
+
+
 def _limits(config: DraftConfig, engine: DeviceEngine) -> DraftLimits:
-    ahead = None
-    if config.draft_ahead:
-        ahead = TreeShape(
-            max_depth=config.ahead_depth, top_k=MAX_WIDTH, max_nodes=config.ahead_nodes
-        )
     return DraftLimits(
         level_seconds=_level_seconds(config, engine, ahead=False),
-        ahead=ahead,
+        ahead=_most_ahead(config) if config.draft_ahead else None,
         ahead_level_seconds=_level_seconds(config, engine, ahead=True),
         vocab_size=engine.head.target_vocab_size,
         feature_size=engine.row_width,

@@ -205,7 +205,6 @@ def _limits(config: VerifyConfig, engine: DeviceEngine) -> VerifyLimits:
         max_step_tokens=config.max_step_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
         max_stop_tokens=engine.config.max_stop_tokens,
-        max_unacknowledged=3 if config.max_ahead_nodes else 2,
         max_ahead_nodes=config.max_ahead_nodes,
         feature_window_tokens=config.feature_window_tokens,
         prefix_cache=config.prefix_cache,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -211,6 +212,7 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
             message.state.CopyFrom(encode_state(event.state))
         case RoundDone():
             result = event.result
+            drafting: Any = int(result.drafting)  # stubs want the enum, which is an int
             message.result.CopyFrom(
                 verify_pb2.VerifyResult(
                     round=result.round,
@@ -223,7 +225,7 @@ def _event(event: Event) -> verify_pb2.VerifyEvent:
                     top_logprobs=[_top(place) for place in result.top_logprobs],
                     step_seconds=result.step_seconds,
                     queue_seconds=result.queue_seconds,
-                    drafting=int(result.drafting),  # type: ignore[arg-type]
+                    drafting=drafting,
                     next_begun=result.next_begun,
                     num_cached_tokens=result.num_cached_tokens,
                     prompt_logprobs=result.prompt_logprobs,

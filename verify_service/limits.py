@@ -20,7 +20,6 @@ class VerifyLimits:
     max_step_tokens: int  # rows of one step
     max_prefill_tokens: int  # of them, prefill rows while other sequences decode
     max_stop_tokens: int = 8
-    max_unacknowledged: int = 2  # results kept per sequence
     max_ahead_nodes: int = 0  # candidates of a round launched before its root is known; 0: none is
     feature_window_tokens: int = 2048
     prefix_cache: bool = True
@@ -37,6 +36,13 @@ class VerifyLimits:
             )
         if self.max_prefill_tokens < 1:
             raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} is below 1")
+
+    @property
+    def max_unacknowledged(self) -> int:
+        """Results kept per sequence: one more where a round may be launched behind one that runs
+        (verify_service/followers.py).
+        """
+        return 3 if self.max_ahead_nodes else 2
 
     @property
     def max_open_sequences(self) -> int:

@@ -124,7 +124,7 @@ def test_rounds_come_from_what_is_left_of_trees_ahead() -> None:
 
 def test_no_round_waits_for_a_draft_that_is_away() -> None:
     world = World()
-    world.draft_works = lambda steps=4: None  # type: ignore[method-assign]
+    world.draft_works = lambda steps=4: None
     turns = 0
     while not world.machine.ended:
         world.turn()

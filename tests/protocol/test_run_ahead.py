@@ -32,7 +32,7 @@ class AheadBench(Bench):
     """`begin` launches behind what runs, `end` retires the oldest."""
 
     def __init__(self, way: Drafting = Drafting.AHEAD, **limits: Any) -> None:
-        super().__init__(**({"max_ahead_nodes": 16, "max_unacknowledged": 3} | limits))
+        super().__init__(**({"max_ahead_nodes": 16} | limits))
         self.machine = VerifyMachine(self.limits, gate=FixedWay(way))
         for stream in (1, 2):
             self.machine.connect(stream)

@@ -24,7 +24,6 @@ from verify_service.step import Launched, SequenceWork
 
 LIMITS = replace(
     ONE_STEP, max_context_len=48, num_pages=20, max_step_tokens=16, max_ahead_nodes=12,
-    max_unacknowledged=3,
 )  # fmt: skip
 
 

@@ -176,6 +176,6 @@ def test_a_work_that_follows_has_nothing_that_the_host_must_know() -> None:
         ({"sampling": SamplingParams(min_tokens=2)}, "history: None"),
     ):
         with pytest.raises(ValueError, match=message):
-            dataclasses.replace(work, **changes).validate(10, 16)  # type: ignore[arg-type]
+            dataclasses.replace(work, **changes).validate(10, 16)
     with pytest.raises(ValueError, match=r"follows\.tree: tree has a token outside \[0, 9\)"):
         work.validate(9, 16)
