@@ -44,7 +44,7 @@ from draft_service.engine import DeviceEngine, EngineConfig
 from draft_service.int8 import quantise
 from draft_service.step import FeatureArray, NoiseKey, SequenceWork
 from draft_service.training.generate import Chat
-from draft_service.training.replay import PAGE_SIZE, Answer, num_accepted
+from draft_service.training.replay import PAGE_SIZE, Answer, num_accepted, pairs_work
 from draft_service.training.target_states import make_target_states
 from models.eagle3 import load_head
 from models.target import load_target
@@ -95,15 +95,8 @@ class Walker:
         self, tokens: list[int], rows: Any, first: int, until: int, *, drafts: bool, seed: int = 0
     ) -> SequenceWork:
         """Pairs [first, until); the root is token `until`, the pick behind it the next one."""
-        return SequenceWork(
-            sequence_id=b"",
-            tokens=np.array(tokens[first + 1 : until + 1], np.int32),
-            features=rows[first:until],
-            kv_len=first,
-            page_ids=self._pages,
-            drafts=drafts,
-            noise=NoiseKey(seed, self._temperature, until + 1) if self._temperature > 0 else None,
-        )
+        noise = NoiseKey(seed, self._temperature, until + 1) if self._temperature > 0 else None
+        return pairs_work(tokens, rows, first, until, self._pages, drafts=drafts, noise=noise)
 
 
 def accepted_along(answer: Answer, trees: Sequence[DraftTree]) -> Counts:

@@ -27,7 +27,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,8 +42,8 @@ from benchmarks.serving import print_report
 from common.entry import run_program
 from common.types import DraftTree, TreeShape
 from draft_service.engine import AheadShape, DeviceEngine, EngineConfig
-from draft_service.step import FeatureArray, SequenceWork
-from draft_service.training.replay import PAGE_SIZE, Answer
+from draft_service.step import FeatureArray
+from draft_service.training.replay import PAGE_SIZE, Answer, pairs_work
 from draft_service.training.target_states import make_target_states
 from models.eagle3 import load_head
 from models.target import load_target
@@ -67,33 +66,21 @@ class Recorder:
         self, engine: DeviceEngine, ahead: bool, tokens: list[int], rows: FeatureArray, roots: range
     ) -> list[DraftTree]:
         most, trees = engine.config.max_extend_rows, list[DraftTree]()
+        pages = np.arange(engine.config.pages_per_sequence, dtype=np.int32)
         for first in range(0, len(tokens) - 1, most):
-            engine.run([_work(engine, tokens, rows, first, min(first + most, len(tokens) - 1))])
+            until = min(first + most, len(tokens) - 1)
+            engine.run([pairs_work(tokens, rows, first, until, pages, drafts=False)])
         size = engine.config.max_sequences
         for start in range(0, len(roots), size):
             works = [
                 # The last pair is fed again, for its output.
-                replace(_work(engine, tokens, rows, root - 1, root), drafts=True, ahead=ahead)
+                pairs_work(tokens, rows, root - 1, root, pages, drafts=True, ahead=ahead)
                 for root in roots[start : start + size]
             ]
             for outcome in engine.run(works):
                 assert outcome.tree is not None
                 trees.append(outcome.tree)
         return trees
-
-
-def _work(
-    engine: DeviceEngine, tokens: list[int], rows: Any, first: int, until: int
-) -> SequenceWork:
-    """Pairs [first, until)."""
-    return SequenceWork(
-        sequence_id=b"",
-        tokens=np.array(tokens[first + 1 : until + 1], np.int32),
-        features=rows[first:until],
-        kv_len=first,
-        page_ids=np.arange(engine.config.pages_per_sequence, dtype=np.int32),
-        drafts=False,
-    )
 
 
 def packed(trees: Iterable[DraftTree], num_nodes: int) -> Trees:

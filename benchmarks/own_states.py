@@ -40,6 +40,7 @@ from draft_service.training.replay import (
     Answer,
     acceptance_length,
     num_accepted,
+    pairs_work,
     per_depth,
 )
 from draft_service.training.target_states import make_target_states
@@ -106,14 +107,8 @@ class Replay:
         return outcome.tree
 
     def _work(self, until: int, *, drafts: bool, ahead: bool) -> SequenceWork:
-        return SequenceWork(
-            sequence_id=b"",
-            tokens=np.array(self._tokens[self._fed + 1 : until + 1], np.int32),
-            features=self._rows[self._fed : until],
-            kv_len=self._fed,
-            page_ids=self._pages,
-            drafts=drafts,
-            ahead=ahead,
+        return pairs_work(
+            self._tokens, self._rows, self._fed, until, self._pages, drafts=drafts, ahead=ahead
         )
 
 

@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
-import platform
 import statistics
 import time
 from collections import deque
@@ -27,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.serving import print_report
 from common.types import DraftTree, SamplingParams
 from models.target import load_target
 from verify_service.assembly import LAYERS_PER_PROGRAM
@@ -176,12 +174,10 @@ def compare(
     return result
 
 
-def main() -> None:
-    arguments = _arguments()
-    on_cpu = jax.default_backend() == "cpu"
-    target, params = load_target(arguments.target, dtype=np.dtype(np.float32))
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """That knows no candidates."""
     most = max(arguments.batch)
-    config = EngineConfig(
+    return EngineConfig(
         num_pages=most * CONTEXT // PAGE_SIZE,
         page_size=PAGE_SIZE,
         max_sequences=most,
@@ -190,39 +186,49 @@ def main() -> None:
         max_depth=DEPTH,
         max_rows=max(64, most * arguments.nodes),
         min_rows=8,  # as on TPU: else a round that missed would run one row, one set aside eight
-        layers_per_program=LAYERS_PER_PROGRAM if on_cpu else None,
+        layers_per_program=LAYERS_PER_PROGRAM if jax.default_backend() == "cpu" else None,
     )
+
+
+def with_candidates(config: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(config, max_ahead_nodes=MAX_AHEAD_NODES)
+
+
+def main() -> None:
+    arguments = _arguments()
+    target, params = load_target(arguments.target, dtype=np.dtype(np.float32))
+    config = engine_config(arguments)
     engines = {
         "plain": DeviceEngine(target, params, config),
-        "ahead": DeviceEngine(
-            target, params, dataclasses.replace(config, max_ahead_nodes=MAX_AHEAD_NODES)
-        ),
+        "ahead": DeviceEngine(target, params, with_candidates(config)),
     }
-    versions = {"jax": jax.__version__, "python": platform.python_version()}
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}"
-    settings = {key: str(value) for key, value in vars(arguments).items()}
-    print(f"{settings}\n{versions} on {machine}", flush=True)
     found = [
         compare(engines, batch, host_ms, arguments)
         for batch in arguments.batch
         for host_ms in arguments.host_ms
     ]
-    print(json.dumps({"benchmark": "run_on", "machine": machine, **versions, "found": found}))
+    print_report({"benchmark": "run_on", "found": found}, arguments)
+
+
+def counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """With what both ways of running on are asked."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--target", type=Path, required=True, help="target's directory")
+    parser.add_argument("--batch", type=counts, default=[1, 4], help="sequences in a step")
+    parser.add_argument("--nodes", type=int, default=8, help="rows of a round, root included")
+    return parser
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-
     def numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
 
-    def counts(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
-    parser.add_argument("--target", type=Path, required=True, help="target's directory")
-    parser.add_argument("--batch", type=counts, default=[1, 4], help="sequences in a step")
+    parser = parser_of(__doc__)
     parser.add_argument("--host-ms", type=numbers, default=[0.0, 3.0], help="between steps")
-    parser.add_argument("--nodes", type=int, default=8, help="rows of a round, root included")
     parser.add_argument("--rounds", type=int, default=12, help="of a turn")
     parser.add_argument("--turns", type=int, default=9)
     return parser.parse_args()

@@ -13,26 +13,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from benchmarks.run_on import CONTEXT, DEPTH, MAX_AHEAD_NODES, PAGE_SIZE, PROMPT, Texts
+from benchmarks.run_on import (
+    DEPTH,
+    PROMPT,
+    Texts,
+    engine_config,
+    parser_of,
+    with_candidates,
+)
+from benchmarks.serving import print_report
 from common.metrics import Metrics
 from common.types import Drafting, SamplingParams, TreeShape
 from models.target import load_target
-from verify_service.assembly import LAYERS_PER_PROGRAM
 from verify_service.commands import Acknowledge, Close, Command, Open, TreeAhead
 from verify_service.draft_gate import FixedWay
-from verify_service.engine import DeviceEngine, EngineConfig
+from verify_service.engine import DeviceEngine
 from verify_service.events import Event, RoundDone
 from verify_service.limits import VerifyLimits
 from verify_service.loop import VerifyLoop
@@ -194,38 +197,14 @@ def _mean_step_ms(metrics: Metrics) -> float:
 def main() -> None:
     arguments = _arguments()
     target, params = load_target(arguments.target, dtype=np.dtype(np.float32))
-    most = max(arguments.batch)
-    config = EngineConfig(
-        num_pages=most * CONTEXT // PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        max_sequences=most,
-        max_context_len=CONTEXT,
-        max_tree_nodes=arguments.nodes,
-        max_depth=DEPTH,
-        max_ahead_nodes=MAX_AHEAD_NODES,
-        max_rows=max(64, most * arguments.nodes),
-        min_rows=8,
-        layers_per_program=LAYERS_PER_PROGRAM if jax.default_backend() == "cpu" else None,
-    )
-    engine = DeviceEngine(target, params, config)
+    engine = DeviceEngine(target, params, with_candidates(engine_config(arguments)))
     engine.warm_up()
-    versions = {"jax": jax.__version__, "python": platform.python_version()}
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}"
-    settings = {key: str(value) for key, value in vars(arguments).items()}
-    print(f"{settings}\n{versions} on {machine}", flush=True)
     found = [compare(engine, batch, arguments) for batch in arguments.batch]
-    print(json.dumps({"benchmark": "run_on_loop", "machine": machine, **versions, "found": found}))
+    print_report({"benchmark": "run_on_loop", "found": found}, arguments)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-
-    def counts(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
-    parser.add_argument("--target", type=Path, required=True, help="target's directory")
-    parser.add_argument("--batch", type=counts, default=[1, 4], help="sequences at a time")
-    parser.add_argument("--nodes", type=int, default=8, help="rows of a round, root included")
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=160, help="of each sequence")
     parser.add_argument("--turns", type=int, default=7)
     return parser.parse_args()

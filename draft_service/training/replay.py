@@ -7,16 +7,16 @@ and the path that the answer takes is accepted, just as verify would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from common.types import DraftTree, TreeShape
+from common.types import DraftTree, Int32Array, TreeShape
 from draft_service.engine import DeviceEngine, EngineConfig
-from draft_service.step import FeatureArray, SequenceWork
+from draft_service.step import FeatureArray, NoiseKey, SequenceWork
 from models.eagle3 import HeadConfig
 from models.layers import Params
 
@@ -51,6 +51,32 @@ def make_engine(
     return DeviceEngine(head, params, config)
 
 
+def pairs_work(
+    tokens: Sequence[int],
+    features: FeatureArray,
+    first: int,
+    until: int,
+    page_ids: Int32Array,
+    *,
+    drafts: bool,
+    ahead: bool = False,
+    noise: NoiseKey | None = None,
+) -> SequenceWork:
+    """Pairs [first, until) of a text whose `features` [positions, F] begin at its first token; the
+    root is token `until`.
+    """
+    return SequenceWork(
+        sequence_id=b"",
+        tokens=np.array(tokens[first + 1 : until + 1], np.int32),
+        features=features[first:until],
+        kv_len=first,
+        page_ids=page_ids,
+        drafts=drafts,
+        ahead=ahead,
+        noise=noise,
+    )
+
+
 def replay(engine: DeviceEngine, answer: Answer, features: FeatureArray) -> Iterator[int]:
     """num_emitted of each round after the root-only one that comes with the prefill.
 
@@ -61,14 +87,7 @@ def replay(engine: DeviceEngine, answer: Answer, features: FeatureArray) -> Iter
     fed = 0
 
     def work(until: int, drafts: bool) -> SequenceWork:
-        return SequenceWork(
-            sequence_id=b"",
-            tokens=np.array(tokens[fed + 1 : until + 1], np.int32),
-            features=features[fed:until],
-            kv_len=fed,
-            page_ids=pages,
-            drafts=drafts,
-        )
+        return pairs_work(tokens, features, fed, until, pages, drafts=drafts)
 
     length = len(answer.prompt) + 1
     while length < len(tokens):

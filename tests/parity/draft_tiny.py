@@ -10,6 +10,7 @@ import numpy as np
 from common.types import DraftTree, TreeShape
 from draft_service.engine import DeviceEngine, EngineConfig
 from draft_service.step import SequenceWork
+from draft_service.training.replay import pairs_work
 from models.eagle3 import FeatureKind, FuseNorm, HeadConfig, TableSource
 from models.eagle3.module import head_shapes
 from models.layers import AttentionSpec
@@ -83,14 +84,8 @@ def work(
     tokens: list[int], features: Any, first: int, until: int, pages: list[int], drafts: bool
 ) -> SequenceWork:
     """Pairs [first, until) of a history whose features begin at position 0."""
-    return SequenceWork(
-        sequence_id=b"s",
-        tokens=np.array(tokens[first + 1 : until + 1], np.int32),
-        features=features[first:until],
-        kv_len=first,
-        page_ids=np.array(pages, np.int32),
-        drafts=drafts,
-    )
+    page_ids = np.array(pages, np.int32)
+    return pairs_work(tokens, features, first, until, page_ids, drafts=drafts)
 
 
 def grow(
