@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cancels_clients import Leaver, Way
-from benchmarks.cancels_looks import Look, look, wait_for_rest
+from benchmarks.cancels_looks import Look, look_at_rest
 from benchmarks.serving import print_report
 from benchmarks.tiny_models import write_tiny_pair
 from canopy.stack import Stack, StackSettings
@@ -84,8 +84,7 @@ async def run(stack: Stack, arguments: argparse.Namespace) -> dict[str, object]:
     begun, begun_cpu = time.monotonic(), 0.0
     for share in (0.1, 0.5, 1.0):
         await leaver.go_on_to(round(share * arguments.clients))
-        await asyncio.to_thread(wait_for_rest, stack)
-        looks.append(await asyncio.to_thread(look, stack))
+        looks.append(await asyncio.to_thread(look_at_rest, stack))
         print(f"after {leaver.num_begun}: {looks[-1]}", flush=True)
         if len(looks) == 1:
             begun, begun_cpu = time.monotonic(), looks[0]["router"].cpu_seconds

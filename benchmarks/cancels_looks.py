@@ -46,23 +46,26 @@ class Look:
         return {name: value for name, value in growth.items() if value}
 
 
-def look(stack: Stack) -> dict[str, Look]:
-    return {name: _look_at(child) for name, child in stack.children.items()}
+def look_at_rest(stack: Stack) -> dict[str, Look]:
+    """At each service, when nothing is held and the tasks are as few as before, or after a while.
 
-
-def wait_for_rest(stack: Stack) -> None:
-    """Returns when nothing is held and the tasks are as few as before, or after a while."""
+    A scrape's socket is open for a moment longer than the scrape: each look stands apart from the
+    one before.
+    """
     deadline, before = time.monotonic() + REST_SECONDS, -1
-    while time.monotonic() < deadline:
-        looks = look(stack).values()
-        tasks = sum(seen.tasks for seen in looks)
-        if not any(seen.held or seen.pages for seen in looks) and tasks == before:
-            return
+    while True:
+        looks = {name: _look_at(child) for name, child in stack.children.items()}
+        tasks = sum(seen.tasks for seen in looks.values())
+        at_rest = not any(seen.held or seen.pages for seen in looks.values()) and tasks == before
+        if at_rest or time.monotonic() >= deadline:
+            return looks
         before = tasks
         time.sleep(0.7)
 
 
 def _look_at(child: Child) -> Look:
+    proc = Path(f"/proc/{child.process.pid}")
+    num_files = len(list((proc / "fd").iterdir()))  # before the scrape opens one more
     with urllib.request.urlopen(f"http://{child.metrics_address}/metrics", timeout=30) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     samples = [sample for family in families for sample in family.samples]
@@ -75,7 +78,6 @@ def _look_at(child: Child) -> Look:
             and labels.items() <= sample.labels.items()
         )
 
-    proc = Path(f"/proc/{child.process.pid}")
     status = dict(
         line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line
     )
@@ -84,7 +86,7 @@ def _look_at(child: Child) -> Look:
         held=int(total("running_requests") + total("sequences")),
         pages=int(total("kv_pages", state="live") + total("kv_pages", state="reserved")),
         tasks=int(total("event_loop_tasks")),
-        files=len(list((proc / "fd").iterdir())),
+        files=num_files,
         threads=int(status["Threads"]),
         resident_mib=int(status["VmRSS"].split()[0]) / 1024,
         cpu_seconds=sum(map(int, times)) / TICKS_PER_SECOND,
